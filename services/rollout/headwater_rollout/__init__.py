@@ -1,0 +1,1 @@
+"""Headwater: headwater_rollout."""
