@@ -1,1 +1,1 @@
-"""Headwater: rpc."""
+"""gRPC plumbing shared by all services: servers, channels, and the mapping between our errors and gRPC status."""

@@ -1,1 +1,5 @@
-"""Headwater: telemetry."""
+"""Logs and, later, metrics."""
+
+from headwater.telemetry.logging import setup_logging
+
+__all__ = ["setup_logging"]
