@@ -1,1 +1,1 @@
-"""Headwater: config."""
+"""Recipes: what a training run is, as checked TOML."""

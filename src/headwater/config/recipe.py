@@ -1,0 +1,314 @@
+"""The recipe of a training run: one pydantic model per TOML section. Unknown keys are errors (see `load`)."""
+
+from typing import Annotated, Any, Literal, Self
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.struct_pb2 import Struct
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headwater import sampling as sampling_rules
+from headwater.common.v1.reward_pb2 import RewardFailurePolicy, RewardRole, RewardSpec
+from headwater.common.v1.sampling_pb2 import SamplingParams, StepWindow, TransitionKind, TransitionParams
+from headwater.errors import InvalidArgument
+
+_INT32_MAX = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=_INT32_MAX)]
+NotNegative = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+_TRANSITIONS = {
+    "sde": TransitionKind.TRANSITION_KIND_SDE,
+    "cps": TransitionKind.TRANSITION_KIND_CPS,
+    "dance": TransitionKind.TRANSITION_KIND_DANCE,
+}
+_ROLES = {"train": RewardRole.REWARD_ROLE_TRAIN, "monitor": RewardRole.REWARD_ROLE_MONITOR}
+_POLICIES: dict[str | None, RewardFailurePolicy.ValueType] = {
+    None: RewardFailurePolicy.REWARD_FAILURE_POLICY_UNSPECIFIED,
+    "retry": RewardFailurePolicy.REWARD_FAILURE_POLICY_RETRY,
+    "drop_group": RewardFailurePolicy.REWARD_FAILURE_POLICY_DROP_GROUP,
+    "fail_run": RewardFailurePolicy.REWARD_FAILURE_POLICY_FAIL_RUN,
+    "drop_reward": RewardFailurePolicy.REWARD_FAILURE_POLICY_DROP_REWARD,
+}
+# Fields that headwater.sampling names, as the recipe calls them.
+_SAMPLING_KEYS = {
+    "sampling.transition.window": "sampling.window_size",
+    "sampling.transition.noise_level": "sampling.noise_level",
+    "sampling.transition": "sampling.window_end",
+}
+
+
+class Section(BaseModel):
+    """Base of every section: strict types, no unknown keys, values fixed after validation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """`[run]`: identity and reproducibility."""
+
+    seed: NotNegative = 0
+    """Seed of prompt order, sample seeds and adapter initialisation."""
+    output_dir: str | None = None
+    """Folder of checkpoints and metrics; absent: the trainer's own folder."""
+    deterministic: bool = False
+    """Use deterministic kernels and train groups in submission order, so that a run repeats bit for bit."""
+
+
+class ModelSection(Section):
+    """`[model]`: what is trained."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder of a pipeline in the diffusers layout, or a hub id."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute type of the denoiser in the trainer; master weights are always fp32."""
+
+
+class SamplingSection(Section):
+    """`[sampling]`: how rollout turns a prompt into images."""
+
+    steps: Positive = 10
+    """Denoise steps."""
+    height_px: Positive = 512
+    """Image height in pixels."""
+    width_px: Positive = 512
+    """Image width in pixels."""
+    guidance_scale: float = 1.0
+    """Classifier-free guidance scale; 1 means none."""
+    negative_prompt: str = ""
+    """Prompt of the unconditional branch; used with guidance only."""
+    transition: Literal["sde", "cps", "dance"] = "sde"
+    """Rule of the stochastic steps: Flow-GRPO's SDE, Flow-CPS or DanceGRPO's SDE."""
+    noise_level: float = sampling_rules.DEFAULT_NOISE_LEVEL
+    """Noise level (eta) of the stochastic steps."""
+    window_size: Positive | None = None
+    """Consecutive stochastic steps, drawn once per group; absent: all steps but the last."""
+    window_begin: NotNegative = 0
+    """First step that the window may contain, 0-based."""
+    window_end: NotNegative | None = None
+    """One past the last step that the window may contain; absent: steps - 1, which leaves out the last step."""
+    flow_shift: float | None = None
+    """Shift of the sigma grid; absent: the model's own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.window_size is None and (self.window_begin or self.window_end is not None):
+            key = "sampling.window_begin" if self.window_begin else "sampling.window_end"
+            raise InvalidArgument(f"{key} needs sampling.window_size as well", field=key, reason="RECIPE_INVALID")
+        try:
+            sampling_rules.resolve(self.to_proto(), group_seed=0)
+        except InvalidArgument as e:
+            key = _SAMPLING_KEYS.get(e.field, e.field)
+            raise InvalidArgument(e.message.replace(e.field, key, 1), field=key, reason="RECIPE_INVALID") from e
+        return self
+
+    def to_proto(self) -> SamplingParams:
+        """The parameters of training rollouts, with the stochastic window."""
+        params = self.to_ode_proto()
+        transition = TransitionParams(kind=_TRANSITIONS[self.transition], noise_level=self.noise_level)
+        if self.window_size is not None:
+            window = StepWindow(size=self.window_size, range_begin=self.window_begin, range_end=self.window_end)
+            transition.window.CopyFrom(window)
+        params.transition.CopyFrom(transition)
+        return params
+
+    def to_ode_proto(self) -> SamplingParams:
+        """The same without noise after the first latent: for evaluation and pictures."""
+        return SamplingParams(
+            steps=self.steps,
+            height_px=self.height_px,
+            width_px=self.width_px,
+            guidance_scale=self.guidance_scale,
+            negative_prompt=self.negative_prompt,
+            flow_shift=self.flow_shift,
+        )
+
+
+class PromptsSection(Section):
+    """`[prompts]`: what is drawn. Exactly one of `path` and `texts`; `headwater.config.prompts` reads them."""
+
+    path: str | None = None
+    """A .jsonl file (one {"prompt": …, "metadata": {…}} a line) or a .txt file (one prompt a line)."""
+    texts: list[Annotated[str, Field(min_length=1)]] | None = None
+    """The prompts themselves."""
+    shuffle: bool = True
+    """Draw in a new order, seeded by run.seed, at each pass."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.texts is None):
+            raise InvalidArgument(
+                "give exactly one of prompts.path and prompts.texts", field="prompts.path", reason="RECIPE_INVALID"
+            )
+        if self.texts is not None and not any(self.texts):
+            raise InvalidArgument(
+                "prompts.texts is empty; name at least one prompt", field="prompts.texts", reason="RECIPE_INVALID"
+            )
+        return self
+
+
+class RewardSection(Section):
+    """One `[[rewards]]` entry."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Registered name; the running reward server lists what it hosts (`headwater status`)."""
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Weight in the combined reward."""
+    role: Literal["train", "monitor"] = "train"
+    """Trained on, or only watched."""
+    params: dict[str, Any] = {}
+    """Parameters of the reward."""
+    failure_policy: Literal["retry", "drop_group", "fail_run", "drop_reward"] | None = None
+    """What to do when it cannot be computed; absent: retry (train) or drop_reward (monitor)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.failure_policy == "drop_reward" and self.role != "monitor":
+            raise InvalidArgument(
+                f"reward {self.name!r} is trained on and cannot use failure_policy 'drop_reward'; "
+                "use retry, drop_group or fail_run",
+                field="rewards.failure_policy",
+                reason="RECIPE_INVALID",
+            )
+        return self
+
+    def to_proto(self) -> RewardSpec:
+        """The reward as the services know it."""
+        return RewardSpec(
+            name=self.name,
+            weight=self.weight,
+            role=_ROLES[self.role],
+            params=ParseDict(self.params, Struct()),
+            failure_policy=_POLICIES[self.failure_policy],
+        )
+
+
+class ObjectiveSection(Section):
+    """`[objective]`: advantages and loss."""
+
+    name: Literal["flow_grpo"] = "flow_grpo"
+    """Registered objective."""
+    clip_range: PositiveFloat = 1e-4
+    """Half-width c of the ratio's clip range [1 - c, 1 + c]."""
+    adv_clip: PositiveFloat = 5.0
+    """Advantages are clamped to [-adv_clip, adv_clip]."""
+    kl_coef: NotNegativeFloat = 0.0
+    """Weight of the KL to the reference policy (adapter off, or a frozen copy)."""
+    log_prob_reduction: Literal["mean", "sum"] = "mean"
+    """Over latent dimensions: the field's mean, whose ratio is the 1/D power of the true one, or the sum."""
+    recompute_old_log_prob: bool = False
+    """Take old log-probs from the trainer before the first update instead of from the engine."""
+    std_normalization: bool = True
+    """Divide advantages by the standard deviation."""
+    global_std: bool = False
+    """Use the whole batch's standard deviation instead of the group's."""
+    ddof: Literal[0, 1] = 0
+    """0: population, 1: sample standard deviation."""
+    combine: Literal["weighted_sum", "gdpo"] = "weighted_sum"
+    """How several rewards become one advantage."""
+
+
+class TrainSection(Section):
+    """`[train]`: size and pace of the run."""
+
+    steps: Positive
+    """Training steps; each consumes one batch of groups and ends with a weight update."""
+    groups_per_step: Positive
+    """Groups (prompts) per step, over all ranks."""
+    group_size: Positive
+    """Samples per group."""
+    staleness_bound: NotNegative = 0
+    """Largest age, in steps, of the weights that made a trained group; 0 is strictly on-policy."""
+    updates_per_batch: Positive = 1
+    """Optimizer updates per step; each takes an equal share of the groups."""
+    micro_batch_size: Positive = 8
+    """Pairs per forward and backward pass of a rank."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    checkpoint_every: NotNegative = 0
+    """Steps between checkpoints; 0: only at the end of the run."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints kept."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.groups_per_step % self.updates_per_batch:
+            raise InvalidArgument(
+                f"train.updates_per_batch is {self.updates_per_batch}; it must divide train.groups_per_step = "
+                f"{self.groups_per_step}",
+                field="train.updates_per_batch",
+                reason="RECIPE_INVALID",
+            )
+        return self
+
+
+class OptimizerSection(Section):
+    """`[optimizer]`: AdamW."""
+
+    lr: PositiveFloat = 3e-4
+    """Learning rate, constant."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Decay of the first and second moment."""
+    weight_decay: NotNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+class LoraSection(Section):
+    """`[lora]`: train adapters; without this section all weights of the denoiser are trained."""
+
+    rank: Positive = 32
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 64.0
+    """Adapters are scaled by alpha / rank."""
+    targets: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Names of the adapted layers; absent: the model family's own list."""
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    filters: list[Literal["zero_variance"]] = ["zero_variance"]
+    """Filters that drop groups before they are published."""
+    run: RunSection = RunSection()
+    """Identity and reproducibility."""
+    model: ModelSection
+    """What is trained."""
+    sampling: SamplingSection = SamplingSection()
+    """How rollout samples."""
+    prompts: PromptsSection
+    """What is drawn."""
+    rewards: Annotated[list[RewardSection], Field(min_length=1)]
+    """What is measured."""
+    objective: ObjectiveSection = ObjectiveSection()
+    """Advantages and loss."""
+    train: TrainSection
+    """Size and pace."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW."""
+    lora: LoraSection | None = None
+    """Adapters; absent: full fine-tune."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [reward.name for reward in self.rewards]
+        if len(set(names)) < len(names):
+            raise InvalidArgument(
+                f"rewards are named {names}; each may appear once", field="rewards", reason="RECIPE_INVALID"
+            )
+        if all(reward.role != "train" for reward in self.rewards):
+            raise InvalidArgument(
+                "no reward has role 'train', so there is nothing to learn from; give one of them that role",
+                field="rewards",
+                reason="RECIPE_INVALID",
+            )
+        if self.train.group_size == 1 and ("zero_variance" in self.filters or self.objective.ddof == 1):
+            raise InvalidArgument(
+                "train.group_size is 1, whose rewards have no variance: every group would be dropped; use at least 2",
+                field="train.group_size",
+                reason="RECIPE_INVALID",
+            )
+        return self
