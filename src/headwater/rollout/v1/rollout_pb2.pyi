@@ -13,7 +13,6 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from headwater.common.v1 import reward_pb2 as _reward_pb2
 from headwater.common.v1 import sample_pb2 as _sample_pb2
 from headwater.common.v1 import sampling_pb2 as _sampling_pb2
-from headwater.common.v1 import tensor_pb2 as _tensor_pb2
 from headwater.rollout.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
@@ -423,8 +422,11 @@ class GetWeightsRequest(_message.Message):
 
     COMPONENT_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
+    SPECS_ONLY_FIELD_NUMBER: _builtins.int
     component: _builtins.str
     """Component, e.g. "transformer"."""
+    specs_only: _builtins.bool
+    """Leave the fingerprints out: names, dtypes and shapes only."""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names in the diffusers layout; empty means all."""
@@ -434,10 +436,11 @@ class GetWeightsRequest(_message.Message):
         *,
         component: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
+        specs_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["component", b"component", "names", b"names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["component", b"component", "names", b"names", "specs_only", b"specs_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,30 +453,30 @@ class GetWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
-    SPECS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def weight_version(self) -> _sample_pb2.WeightVersion:
         """Visible version."""
 
     @_builtins.property
-    def specs(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
-        """Specification of each tensor, in the order of fingerprints."""
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightTensor]:
+        """Name, dtype and shape of each tensor, as the engine holds it."""
 
     @_builtins.property
     def fingerprints(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.TensorFingerprint]:
-        """Fingerprint of each tensor."""
+        """Fingerprint of each tensor, in the order of tensors; empty with specs_only."""
 
     def __init__(
         self,
         *,
         weight_version: _sample_pb2.WeightVersion | None = ...,
-        specs: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
+        tensors: _abc.Iterable[_weights_pb2.WeightTensor] | None = ...,
         fingerprints: _abc.Iterable[_weights_pb2.TensorFingerprint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints", "specs", b"specs", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints", "tensors", b"tensors", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

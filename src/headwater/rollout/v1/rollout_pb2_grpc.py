@@ -104,8 +104,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BeginWeightUpdate(self, request, context):
-        """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and joins the rendezvous.
-        Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape,
+        """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and answers; joining the
+        rendezvous goes on behind the answer, so that a refused plan leaves nobody waiting. Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape or dtype,
         ABORTED for an epoch that is not newer than the last one seen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

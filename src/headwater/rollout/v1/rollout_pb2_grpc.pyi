@@ -42,8 +42,8 @@ class RolloutServiceStub:
     GetWorkerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetWorkerInfoRequest, _rollout_pb2.GetWorkerInfoResponse]
     """GetWorkerInfo describes the worker and its engine."""
     BeginWeightUpdate: _grpc.UnaryUnaryMultiCallable[_weights_pb2.BeginWeightUpdateRequest, _weights_pb2.BeginWeightUpdateResponse]
-    """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and joins the rendezvous.
-    Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape,
+    """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and answers; joining the
+    rendezvous goes on behind the answer, so that a refused plan leaves nobody waiting. Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape or dtype,
     ABORTED for an epoch that is not newer than the last one seen.
     """
     ReceiveWeights: _grpc.StreamUnaryMultiCallable[_weights_pb2.ReceiveWeightsRequest, _weights_pb2.ReceiveWeightsResponse]
@@ -77,8 +77,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     GetWorkerInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetWorkerInfoRequest, _rollout_pb2.GetWorkerInfoResponse]  # type: ignore[assignment]
     """GetWorkerInfo describes the worker and its engine."""
     BeginWeightUpdate: _aio.UnaryUnaryMultiCallable[_weights_pb2.BeginWeightUpdateRequest, _weights_pb2.BeginWeightUpdateResponse]  # type: ignore[assignment]
-    """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and joins the rendezvous.
-    Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape,
+    """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and answers; joining the
+    rendezvous goes on behind the answer, so that a refused plan leaves nobody waiting. Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape or dtype,
     ABORTED for an epoch that is not newer than the last one seen.
     """
     ReceiveWeights: _aio.StreamUnaryMultiCallable[_weights_pb2.ReceiveWeightsRequest, _weights_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
@@ -127,8 +127,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.BeginWeightUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.BeginWeightUpdateResponse, _abc.Awaitable[_weights_pb2.BeginWeightUpdateResponse]]:
-        """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and joins the rendezvous.
-        Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape,
+        """BeginWeightUpdate checks a plan against the live model, allocates staging buffers and answers; joining the
+        rendezvous goes on behind the answer, so that a refused plan leaves nobody waiting. Generation goes on. Errors: INVALID_ARGUMENT naming the tensors that bind nothing or have another shape or dtype,
         ABORTED for an epoch that is not newer than the last one seen.
         """
 
