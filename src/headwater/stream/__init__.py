@@ -1,1 +1,1 @@
-"""Headwater: stream."""
+"""The Redis stream of scored groups between rollout workers and trainer."""

@@ -1,1 +1,1 @@
-"""Headwater: tensors."""
+"""Tensors on the wire and in the blob store."""
