@@ -1,4 +1,4 @@
-"""The receiving end of weight updates: stage while generating, swap between groups, verify before anything is served."""
+"""The receiving end of weight updates: stage while generating, swap between groups, verify, then serve."""
 
 import asyncio
 import logging

@@ -34,7 +34,8 @@ def fingerprint(parts: torch.Tensor | Sequence[torch.Tensor]) -> int:
 def _chunk_sum(chunk: torch.Tensor, position: int) -> torch.Tensor:
     """Sum over one chunk whose first element has the given position; int64 scalar that wraps."""
     size = chunk.element_size()
-    bits = chunk.contiguous().view(_BITS[size]).to(torch.int64).bitwise_and_(_MASKS[size]).add_(1)
+    # `&` makes a new tensor also where `.to` does not (8-byte dtypes): nothing below may write into the input.
+    bits = (chunk.contiguous().view(_BITS[size]).to(torch.int64) & _MASKS[size]).add_(1)
     index = torch.arange(position, position + chunk.numel(), dtype=torch.int64, device=chunk.device)
     mixed = index.add_(1).mul_(_MULTIPLIER_1)
     mixed = mixed.bitwise_xor_(mixed >> 31).mul_(_MULTIPLIER_2).bitwise_or_(1)

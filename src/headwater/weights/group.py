@@ -79,7 +79,7 @@ def _make_backend(
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
     raise InvalidArgument(
-        f"transport {Transport.Name(transport)} has no process group; use TRANSPORT_NCCL, TRANSPORT_GLOO or TRANSPORT_GRPC",
+        f"{Transport.Name(transport)} has no process group; use TRANSPORT_NCCL, TRANSPORT_GLOO or TRANSPORT_GRPC",
         field="rendezvous.transport",
     )
 

@@ -13,7 +13,7 @@ from headwater.rollout.v1.weights_pb2 import WeightBucket, WeightPlan, WeightTen
 ALIGNMENT_BYTES = 16
 DEFAULT_BUCKET_BYTES = 256 * 1024 * 1024
 
-_TORCH_DTYPES: dict[int, torch.dtype] = {
+_TORCH_DTYPES: dict["DType.ValueType", torch.dtype] = {
     DType.D_TYPE_FLOAT32: torch.float32,
     DType.D_TYPE_BFLOAT16: torch.bfloat16,
     DType.D_TYPE_FLOAT16: torch.float16,
@@ -26,7 +26,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Dtype and shape of a weight. Raises `InvalidArgument` for a dtype that weights do not have."""
     if tensor.dtype not in _PROTO_DTYPES:
         raise InvalidArgument(f"weights of dtype {tensor.dtype} cannot be sent; cast to float32 or bfloat16")
-    return TensorSpec(dtype=DType.Name(_PROTO_DTYPES[tensor.dtype]), shape=list(tensor.shape))
+    return TensorSpec(dtype=_PROTO_DTYPES[tensor.dtype], shape=list(tensor.shape))
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
@@ -93,7 +93,7 @@ def bucket_views(plan: WeightPlan, index: int, buffer: torch.Tensor) -> Iterator
     bucket, offset = plan.buckets[index], 0
     for tensor in plan.tensors[bucket.first_tensor : bucket.first_tensor + bucket.tensor_count]:
         flat = buffer[offset : offset + _item_count(tensor.spec) * torch_dtype(tensor.spec).itemsize]
-        yield tensor.name, flat.view(torch_dtype(tensor.spec)).view(*tensor.spec.shape)
+        yield tensor.name, flat.view(torch_dtype(tensor.spec)).view(tuple(tensor.spec.shape))
         offset += _padded_bytes(tensor.spec)
 
 

@@ -1,0 +1,151 @@
+"""Which workers get which weights, and what happens to those that cannot take them."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+from headwater.common.v1.sample_pb2 import WeightVersion
+from headwater.errors import DataLoss
+from headwater.rollout.v1.rollout_pb2 import WorkerState
+from headwater.rollout.v1.weights_pb2 import Transport
+from headwater.router.v1 import router_pb2, router_pb2_grpc
+from headwater.rpc.channel import sync_channel
+from headwater.rpc.errors import from_rpc_error
+from headwater.weights.group import local_address
+from headwater.weights.plan import DEFAULT_BUCKET_BYTES
+from headwater_trainer.weight_epoch import Receiver, WeightEpoch, group_transport, open_receiver
+
+log = logging.getLogger(__name__)
+
+_RECEIVING_STATES = (WorkerState.WORKER_STATE_READY, WorkerState.WORKER_STATE_QUARANTINED)
+
+
+@dataclass
+class UpdateReport:
+    """What one update did."""
+
+    step: int
+    epoch: int = 0
+    transport: str = ""
+    updated: list[str] = field(default_factory=list)  # worker ids
+    lost: dict[str, str] = field(default_factory=dict)  # worker id -> why
+    tensor_count: int = 0
+    byte_count: int = 0
+    seconds: float = 0.0
+
+
+class WeightSender:
+    """Pushes the weights of one component of one run into the workers that the router knows.
+
+    Runs on rank 0, from one thread. Every wait ends after `timeout_s`; a worker that fails is quarantined at the router
+    and the update is repeated, with a newer epoch, for the others.
+    """
+
+    def __init__(
+        self, router_address: str, run_id: str, component: str, *, timeout_s: float = 30.0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES, host: str | None = None,
+    ) -> None:  # fmt: skip
+        """`host` is the address at which workers reach this process; unset: the one the router is reached from."""
+        self._router_channel = sync_channel(router_address)
+        self._router = router_pb2_grpc.RouterServiceStub(self._router_channel)
+        self._run_id = run_id
+        self._component = component
+        self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._host = host or local_address(router_address.rpartition(":")[0].replace("localhost", "127.0.0.1"))
+        self._epoch = 0
+        self._published: tuple[dict[str, torch.Tensor], int] | None = None
+
+    def publish(self, named_tensors: Mapping[str, torch.Tensor], step: int) -> UpdateReport:
+        """Send `named_tensors` (diffusers name → value) to every worker as version `step` of the run.
+
+        The tensors are kept until the next call, so that late workers can catch up: do not write into them.
+        """
+        self._published = (dict(named_tensors), step)
+        return self._update(lambda worker: worker.report.state in _RECEIVING_STATES)
+
+    def catch_up(self) -> UpdateReport | None:
+        """Send the last published weights to the workers that do not serve them; None when there are none."""
+        if self._published is None:
+            return None
+        version = WeightVersion(run_id=self._run_id, step=self._published[1])
+        behind = _not_serving(version)
+        if not any(behind(worker) for worker in self._status().workers):
+            return None
+        return self._update(behind)
+
+    def close(self) -> None:
+        """Close the channel to the router."""
+        self._router_channel.close()
+
+    def _status(self) -> router_pb2.GetStatusResponse:
+        try:
+            return self._router.GetStatus(router_pb2.GetStatusRequest(), timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    def _update(self, wanted: Callable[[router_pb2.WorkerStatus], bool]) -> UpdateReport:
+        """Push to the wanted workers: by process group first, over gRPC streams when no group works."""
+        assert self._published is not None
+        tensors, step = self._published
+        started = time.monotonic()
+        report = UpdateReport(step)
+        workers = [open_receiver(worker) for worker in self._status().workers if wanted(worker)]
+        try:
+            for transport in (group_transport(workers), Transport.TRANSPORT_GRPC):
+                pending = [worker for worker in workers if worker.worker_id not in (*report.updated, *report.lost)]
+                if pending:
+                    self._attempt(tensors, step, pending, transport, report)
+        finally:
+            for worker in workers:
+                worker.channel.close()
+        report.seconds = time.monotonic() - started
+        return report
+
+    def _attempt(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        step: int,
+        workers: list[Receiver],
+        transport: "Transport.ValueType",
+        report: UpdateReport,
+    ) -> None:
+        """One epoch. Workers that it updates enter `report.updated`; after the last transport the others are lost."""
+        self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)  # newer than those of an earlier process, too
+        version = WeightVersion(run_id=self._run_id, step=step)
+        epoch = WeightEpoch(
+            self._epoch, version, self._component, workers, transport,
+            host=self._host, timeout_s=self._timeout_s, bucket_bytes=self._bucket_bytes,
+        )  # fmt: skip
+        plan = epoch.run(tensors)
+        report.epoch, report.transport = self._epoch, Transport.Name(transport)
+        if plan is not None:
+            report.tensor_count, report.byte_count = len(plan.tensors), sum(b.byte_size for b in plan.buckets)
+        for worker in workers:
+            if worker.error is None:
+                report.updated.append(worker.worker_id)
+                continue
+            log.warning("weights step=%d worker=%s: %s", step, worker.worker_id, worker.error)
+            if transport == Transport.TRANSPORT_GRPC or isinstance(worker.error, DataLoss):
+                report.lost[worker.worker_id] = str(worker.error)
+                self._quarantine(worker)
+
+    def _quarantine(self, worker: Receiver) -> None:
+        request = router_pb2.DrainWorkerRequest(worker_id=worker.worker_id, quarantine=True, reason=str(worker.error))
+        try:
+            self._router.DrainWorker(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            log.warning("quarantine of %s: %s", worker.worker_id, from_rpc_error(error))
+
+
+def _not_serving(version: WeightVersion) -> Callable[[router_pb2.WorkerStatus], bool]:
+    def behind(worker: router_pb2.WorkerStatus) -> bool:
+        return worker.report.state in _RECEIVING_STATES and (
+            worker.report.weight_version != version or worker.report.state == WorkerState.WORKER_STATE_QUARANTINED
+        )
+
+    return behind
