@@ -1,8 +1,9 @@
 """Server interceptor: handlers raise `HeadwaterError`, callers get a gRPC status with details."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -57,11 +58,13 @@ def _wrap_unary(behavior: Callable[..., Awaitable[Any]], method: str) -> Callabl
     return call
 
 
-def _wrap_stream(behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _wrap_stream(behavior: Callable[..., AsyncGenerator[Any, None]], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            async for response in behavior(request, context):
-                yield response
+            # Closed here and now when the call is cancelled at a yield, so that a handler's `finally` runs at once.
+            async with contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
         except Exception as error:
             await _abort(context, error, method)
 
