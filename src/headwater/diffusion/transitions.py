@@ -1,7 +1,7 @@
 """One denoise step and its log-probability (Flow-GRPO arXiv 2505.05470, DanceGRPO 2505.07818, Flow-CPS 2509.05952).
 
-A latent on the path is x = (1 - sigma) * x0 + sigma * noise; the model predicts the velocity v = noise - x0. A step goes
-from sigma to next_sigma < sigma, dt = next_sigma - sigma. All of it is fp32.
+A latent on the path is x = (1 - sigma) * x0 + sigma * noise; the model predicts the velocity v = noise - x0. A step
+goes from sigma to next_sigma < sigma, dt = next_sigma - sigma. All of it is fp32.
 
 The order of the operations is that of SGLang-diffusion's FlowRolloutController: on the same inputs the means, and with
 `log_prob` on the recorded latents the log-probabilities, of engine and trainer are equal bit for bit on a CPU. Sigmas
@@ -66,8 +66,8 @@ def transition(
 ) -> Transition:
     """The step from `sigma` to `next_sigma` for `latent` and the model output `velocity`, both [B, ...].
 
-    Sigmas are numbers or tensors of shape [] or [B], values of the recorded grid; `sigma_after_first` is the grid's second
-    value, which replaces sigma = 1 in the SDE's std. `noise_level` is eta. Raises ValueError for an unknown `kind`.
+    Sigmas are numbers or tensors of shape [] or [B], values of the recorded grid; `sigma_after_first` is the grid's
+    second value, which replaces sigma = 1 in the SDE's std. `noise_level` is eta. Raises ValueError for another kind.
     """
     x, v = latent.float(), velocity.float()
     now, then, second = (_per_sample(value, x) for value in (sigma, next_sigma, sigma_after_first))

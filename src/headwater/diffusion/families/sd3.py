@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206): one MMDiT transformer, velocity prediction, timestep = 1000 * sigma."""
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206): one MMDiT, velocity prediction, timestep = 1000 * sigma."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +13,8 @@ class SD3:
     """The `sd3` family. Latents are fp32 [B, C, H / 8, W / 8] for the usual VAE."""
 
     name = "sd3"
-    components = ("transformer",)
-    lora_targets = (
+    components: tuple[str, ...] = ("transformer",)
+    lora_targets: tuple[str, ...] = (
         "attn.to_q",
         "attn.to_k",
         "attn.to_v",
@@ -24,7 +24,7 @@ class SD3:
         "attn.add_v_proj",
         "attn.to_add_out",
     )
-    conditioning_names = ("encoder_hidden_states", "pooled_projections")  # [L, D] and [P] per sample
+    conditioning_names: tuple[str, ...] = ("encoder_hidden_states", "pooled_projections")  # [L, D] and [P] per sample
 
     def load_component(self, model_dir: str | Path, component: str, dtype: torch.dtype) -> nn.Module:
         """The SD3Transformer2DModel on the CPU in eval mode. Raises ValueError for another component."""

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference
+
+
+def loss_at(difference, advantage, clip=0.1):
+    new = torch.tensor([difference], requires_grad=True)
+    outcome = flow_grpo_loss(new, torch.zeros(1), torch.tensor([advantage]), clip_range=clip, adv_clip=5.0)
+    outcome.loss.sum().backward()
+    return outcome, new.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("difference", "advantage", "moves"),
+    [(0.2, 1.0, False), (0.2, -1.0, True), (-0.2, 1.0, True), (-0.2, -1.0, False), (0.0, 1.0, True)],
+)
+def test_the_clip_stops_only_moves_that_go_further_away(difference, advantage, moves):
+    _, gradient = loss_at(difference, advantage)
+    assert (gradient != 0) == moves
+
+
+def test_clip_fractions_are_kept_apart():
+    up, _ = loss_at(0.2, 1.0)
+    down, _ = loss_at(-0.2, 1.0)
+    assert (up.clipped_up.item(), up.clipped_down.item()) == (True, False)
+    assert (down.clipped_up.item(), down.clipped_down.item()) == (False, True)
+
+
+def test_advantages_are_clamped():
+    outcome, _ = loss_at(0.0, 100.0)
+    assert outcome.loss.item() == -5.0
+
+
+def test_equal_policies_have_a_ratio_of_one_and_no_kl():
+    outcome, gradient = loss_at(0.0, 2.0)
+    assert outcome.ratio.item() == 1.0
+    assert outcome.approx_kl.item() == 0.0
+    assert gradient == -2.0
+
+
+def test_kl_to_reference_is_per_sample_and_leaves_the_reference_alone():
+    mean = torch.zeros(2, 3, requires_grad=True)
+    reference = torch.stack([torch.full((3,), 1.0), torch.full((3,), 2.0)]).requires_grad_()
+    kl = kl_to_reference(mean, reference, torch.full((2, 1), 0.5))
+    assert kl.tolist() == [2.0, 8.0]
+    kl.sum().backward()
+    assert reference.grad is None
+    assert mean.grad is not None
