@@ -56,7 +56,7 @@ class GoldenImage:
     image_HWC: np.ndarray  # uint8 [H, W, 3], RGB
     prompt: str
     recorded_score: float
-    tolerance: float = 0.02
+    tolerance: float = 0.01
     params: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -26,7 +26,7 @@ SHAPES = ("circle", "square", "triangle")
 SHAPE_SYNONYMS: Mapping[str, str] = {"disc": "circle", "disk": "circle", "dot": "circle"}
 WORK_SIDE_PX = 128  # larger images are shrunk to this: the score does not need more
 NEAREST_SHARE = 0.1
-FULL_SCORE_DISTANCE = 20.0
+FULL_SCORE_DISTANCE = 10.0
 ZERO_SCORE_DISTANCE = 200.0
 MASK_DISTANCE = 60.0
 MIN_AREA, MAX_AREA = 0.02, 0.9  # share of the image
@@ -71,9 +71,9 @@ class ColorShapeReward:
         return [
             GoldenImage("red circle", draw("red", "circle"), "a red circle", 1.0),
             GoldenImage("blue triangle", draw("blue", "triangle"), "a blue triangle", 1.0),
-            GoldenImage("blue circle for red", draw("blue", "circle"), "a red circle", 0.310),
+            GoldenImage("blue circle for red", draw("blue", "circle"), "a red circle", 0.294),
             GoldenImage("red square for circle", draw("red", "square"), "a red circle", 0.5),
-            GoldenImage("nothing", np.zeros((64, 64, 3), np.uint8), "a white square", 0.278),
+            GoldenImage("nothing", np.zeros((64, 64, 3), np.uint8), "a white square", 0.263),
         ]
 
 
