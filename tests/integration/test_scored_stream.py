@@ -48,6 +48,28 @@ def test_publish_is_idempotent_under_concurrency(redis_url, run_id):
     assert stream.length() == 0
 
 
+def test_a_publish_whose_reply_was_lost_still_counts_as_its_own(redis_url, run_id, monkeypatch):
+    async def main():
+        publisher = ScoredPublisher(redis_url)
+        real, lost = publisher._redis.eval, []
+
+        async def lossy(*args):
+            reply = await real(*args)
+            if not lost:
+                lost.append(reply)
+                raise redis.exceptions.TimeoutError("injected: reply lost")
+            return reply
+
+        monkeypatch.setattr(publisher._redis, "eval", lossy)
+        first = await publisher.publish(group(run_id, "g"))
+        second = await publisher.publish(group(run_id, "g"))
+        await publisher.close()
+        return lost, first, second
+
+    assert asyncio.run(main()) == ([1], True, False)
+    assert ScoredStream(redis_url, run_id).length() == 1
+
+
 def test_pending_entries_come_first_after_a_restart(redis_url, run_id):
     publish(redis_url, *(group(run_id, f"g{i}") for i in range(4)))
     first = ScoredStream(redis_url, run_id)

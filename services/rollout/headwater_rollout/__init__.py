@@ -1,1 +1,1 @@
-"""Headwater: headwater_rollout."""
+"""Rollout worker: turns one prompt into one scored group."""

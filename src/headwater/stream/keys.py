@@ -36,7 +36,7 @@ class RunKeys:
 
     @property
     def groups(self) -> str:
-        """Hash group id -> stream id of everything ever published: what makes publishing idempotent."""
+        """Hash group id -> token of the attempt that published it: what makes publishing idempotent."""
         return f"hw:{self.run_id}:groups"
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 
 from redis.exceptions import RedisError
 
@@ -10,11 +11,13 @@ from headwater.errors import InvalidArgument
 from headwater.stream.connection import RETRYABLE, Timeouts, async_client, explain
 from headwater.stream.keys import MAX_ENTRY_BYTES, RunKeys, check_id
 
-# Check and add in one step, so that two workers with the same group cannot both add it.
+# Check and add in one step, so that two workers with the same group cannot both add it. The token tells a call that is
+# repeated because its reply was lost from a second attempt at the group.
 _PUBLISH = """
-if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return 0 end
-local id = redis.call('XADD', KEYS[1], '*', 'group', ARGV[1], 'data', ARGV[2])
-redis.call('HSET', KEYS[2], ARGV[1], id)
+local known = redis.call('HGET', KEYS[2], ARGV[1])
+if known then return known == ARGV[3] and 1 or 0 end
+redis.call('XADD', KEYS[1], '*', 'group', ARGV[1], 'data', ARGV[2])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
 return 1
 """
 
@@ -64,9 +67,10 @@ class ScoredPublisher:
 
     async def _eval(self, keys: RunKeys, group_id: str, data: bytes) -> int:
         deadline, delay = time.monotonic() + self._timeouts.retry_s, 0.1
+        arguments = (keys.scored, keys.groups, group_id, data, uuid.uuid4().hex)
         while True:
             try:
-                return await self._redis.eval(_PUBLISH, 2, keys.scored, keys.groups, group_id, data)  # type: ignore[misc]
+                return await self._redis.eval(_PUBLISH, 2, *arguments)  # type: ignore[misc]
             except RETRYABLE as error:
                 if time.monotonic() + delay > deadline:
                     raise explain(error, self._url) from error

@@ -1,0 +1,28 @@
+"""Entry point of `headwater-rollout`."""
+
+import sys
+from collections.abc import Sequence
+
+from headwater_rollout.config import parse_args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line, then import what is heavy and run until a signal."""
+    config = parse_args(argv)
+
+    import asyncio
+
+    from headwater.errors import HeadwaterError
+    from headwater.telemetry import setup_logging
+
+    setup_logging("rollout")
+    from headwater_rollout.worker import run
+
+    try:
+        asyncio.run(run(config))
+    except HeadwaterError as error:
+        sys.exit(f"headwater-rollout: {error.message}")
+
+
+if __name__ == "__main__":
+    main()
