@@ -16,7 +16,7 @@ _library: torch.library.Library | None = None  # the declarations live as long a
 
 
 def declare_missing() -> None:
-    """Declare torchvision's operators when its extension cannot provide them. Call before anything imports torchvision."""
+    """Declare torchvision's operators when its extension cannot load. Call before anything imports torchvision."""
     global _library
     if _library is not None or torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return

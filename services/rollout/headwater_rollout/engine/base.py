@@ -1,4 +1,4 @@
-"""The `Engine` protocol: what a rollout worker needs of a diffusion engine. Two implementations: `sglang`, `diffusers`."""
+"""The `Engine` protocol: what a rollout worker needs of a diffusion engine. Implementations: `sglang`, `diffusers`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,0 +1,65 @@
+"""Start SGLang's worker in this process."""
+
+import os
+from typing import Any
+
+import torch
+
+from headwater.errors import FailedPrecondition
+from headwater_rollout.engine.sglang import plugin, process
+
+# SGLang names the denoiser "dit" here, and its encoders as in model_index.json.
+_FP32: dict[str, Any] = {
+    "component_precisions": dict.fromkeys(("dit", "text_encoder", "text_encoder_2", "text_encoder_3"), "fp32"),
+    "disable_autocast": True,
+}
+
+
+def start_worker(model: str, precision: str, device: torch.device) -> tuple[Any, Any]:
+    """SGLang's worker with the pipeline in folder `model` loaded, and its ServerArgs.
+
+    `precision` "fp32" makes every part fp32, in which the denoiser is bit-identical to diffusers' on a CPU; "bf16" is
+    SGLang's own mixed precision. Raises `FailedPrecondition` when SGLang did not load our plugin.
+    """
+    with process.contained(device):
+        _load_sglang()
+        from sglang.multimodal_gen.runtime.managers.cpu_worker import CPUWorker
+        from sglang.multimodal_gen.runtime.managers.gpu_worker import GPUWorker
+        from sglang.multimodal_gen.runtime.platforms import current_platform
+        from sglang.multimodal_gen.runtime.server_args import PortArgs, ServerArgs, set_global_server_args
+
+        arguments = ServerArgs.from_kwargs(
+            model_path=model,
+            num_gpus=1,
+            warmup_mode="off",
+            log_level="warning",
+            output_path=None,
+            **(_FP32 if precision == "fp32" else {}),
+        )
+        set_global_server_args(arguments)
+        process.init_local_group(current_platform.get_torch_distributed_backend_str())
+        worker_class = CPUWorker if current_platform.is_cpu() else GPUWorker
+        worker = worker_class(
+            local_rank=device.index or 0,
+            rank=0,
+            master_port=PortArgs.from_server_args(arguments).master_port,
+            server_args=arguments,
+        )
+    return worker, arguments
+
+
+def _load_sglang() -> None:
+    """Import SGLang in the order it needs: platform, plugins, hooks. Raises `FailedPrecondition` without our hooks."""
+    from sglang.multimodal_gen.runtime.platforms import initialize_current_platform
+
+    initialize_current_platform()
+    from sglang.multimodal_gen.runtime.platforms.plugins import apply_plugin_hooks, load_plugins
+
+    load_plugins()
+    apply_plugin_hooks()
+    if not plugin.applied():
+        raise FailedPrecondition(
+            "SGLang did not apply Headwater's plugin. Install the headwater package (its entry point registers the "
+            "plugin), add 'headwater' to SGLANG_PLUGINS if that is set (it is "
+            f"{os.environ.get('SGLANG_PLUGINS', '')!r}), and use the sglang version that Headwater pins"
+        )
