@@ -33,11 +33,10 @@ from headwater.tensors.blobs import BlobStore
 
 
 class GatedReward(ColorShapeReward):
-    """`color_shape` under another name that scores only while its gate is open."""
+    """`color_shape` under another name that scores only while its gate is open, and counts."""
 
-    name = "gated"
-
-    def __init__(self):
+    def __init__(self, name="gated"):
+        self.name = name
         self.gate, self.entered, self.seen = threading.Event(), threading.Event(), 0
 
     def score(self, batch):
@@ -254,21 +253,21 @@ async def test_a_prompt_that_one_reward_cannot_use_leaves_the_other_reward_its_s
 
 
 async def test_a_full_queue_refuses_the_group_as_a_whole_with_a_time_to_retry():
-    gated, image = GatedReward(), png(draw("red", "circle"))
-    async with serving(gated, ColorShapeReward(), queue_limit=2) as stub:
+    gated, other, image = GatedReward(), GatedReward("another"), png(draw("red", "circle"))
+    other.gate.set()
+    async with serving(gated, other, queue_limit=2) as stub:
         first = asyncio.ensure_future(stub.ScoreGroup(group(image, rewards=("gated",)), timeout=20))
         assert await asyncio.to_thread(gated.entered.wait, 10)
         second = asyncio.ensure_future(stub.ScoreGroup(group(image, image, rewards=("gated",)), timeout=20))
-        refused = None
-        while refused is None:  # until the second call has reached the queue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    refused = await failure(stub.ScoreGroup(group(image, rewards=("color_shape", "gated")), timeout=20))
+        await stub.ListRewards(pb.ListRewardsRequest(), timeout=10)  # sent later: the second call is in the queue
+        refused = await failure(stub.ScoreGroup(group(image, rewards=("another", "gated")), timeout=20))
         assert isinstance(refused, OutOfBudget)
         assert refused.retry_after_s > 0
         gated.gate.set()
         assert len((await first).samples) == 1
         assert len((await second).samples) == 2
+        await stub.ScoreGroup(group(image, rewards=("another",)), timeout=20)
+        assert other.seen == 1  # nothing of the refused groups was queued
 
 
 async def test_a_call_ends_at_its_deadline_and_what_waited_is_not_scored():
