@@ -1,9 +1,28 @@
 """Fixtures shared by all tests."""
 
+import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+# Tests share the machine with the services they start: one thread each is faster than all of them at once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("REDIS_URL", None)
+
+_FOLDERS = ("unit", "contract", "integration", "chaos", "gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first: by folder, and in each folder the engine's and the slow ones last."""
+
+    def rank(item: pytest.Item) -> tuple[int, bool, bool]:
+        folder = next((part for part in Path(item.path).parts[::-1] if part in _FOLDERS), _FOLDERS[-1])
+        slow, engine = (item.get_closest_marker(name) is not None for name in ("slow", "engine"))
+        return _FOLDERS.index(folder), slow, engine
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,1 @@
-"""Headwater: cli."""
+"""The `headwater` command. Nothing here imports torch, and parsing imports nothing heavy at all."""

@@ -1,0 +1,99 @@
+"""Shows a run to a person: a progress bar on a terminal, plain lines elsewhere. All of it on standard error."""
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+
+class Display(Protocol):
+    """Where the events of a run go."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        ...
+
+    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
+        """The figures of a step."""
+        ...
+
+
+def make_display() -> Display:
+    """A bar when standard error is a terminal, lines otherwise."""
+    return BarDisplay() if sys.stderr.isatty() else LineDisplay()
+
+
+def figures_line(values: Mapping[str, float]) -> str:
+    """The figures a person watches, on one line; what the trainer did not report is left out."""
+    parts = [
+        ("reward {}", "reward/mean", ".4f"),
+        ("± {}", "reward/standard_error", ".4f"),
+        ("drift {}", "log_prob_drift/max", ".1e"),
+        ("staleness {}", "staleness/mean", ".1f"),
+        ("{} images/s", "rate/images_per_s", ".1f"),
+        ("{} pairs/s", "rate/pairs_per_s", ".1f"),
+    ]
+    return "  ".join(form.format(format(values[name], spec)) for form, name, spec in parts if name in values)
+
+
+class LineDisplay:
+    """One plain line per event."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print(line, file=sys.stderr, flush=True)
+
+    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
+        """Print the figures of a step."""
+        self.say(f"step {step}/{total}  {figures_line(values)}")
+
+
+class BarDisplay:
+    """A bar with the figures of the last step; lines scroll above it."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(line, markup=False, highlight=False)
+
+    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
+        """Move the bar."""
+        if self._task is None:
+            self._task = self._progress.add_task("", total=total)
+        self._progress.update(self._task, completed=step, total=total, description=figures_line(values))
