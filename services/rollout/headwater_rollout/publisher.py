@@ -6,7 +6,7 @@ import uuid
 import torch
 
 from headwater.common.v1.sample_pb2 import Conditioning, Media, ScoredGroup, Trajectory
-from headwater.common.v1.tensor_pb2 import BlobRef, NamedTensor, Tensor
+from headwater.common.v1.tensor_pb2 import BlobRef, Tensor
 from headwater.errors import Internal
 from headwater.stream.publisher import ScoredPublisher
 from headwater.tensors import codec, torch_codec
@@ -43,7 +43,7 @@ class GroupPublisher:
     def _store(self, uri: str, entry: ScoredGroup, result: GroupResult) -> None:
         """Fill in trajectories and conditioning, and write what they refer to."""
         blob = _BlobBuilder()
-        entry.conditionings.append(_conditioning(result, blob))
+        _fill_conditioning(entry.conditionings.add(id=CONDITIONING_ID), result, blob)
         timesteps, sigmas = blob.tensor(result.timesteps), blob.tensor(result.sigmas)
         for index, sample in enumerate(entry.samples):
             blob.media(sample.media)
@@ -100,13 +100,10 @@ class _BlobBuilder:
             target.CopyFrom(refs[buffer])
 
 
-def _conditioning(result: GroupResult, blob: _BlobBuilder) -> Conditioning:
-    conditioning = Conditioning(id=CONDITIONING_ID)
+def _fill_conditioning(conditioning: Conditioning, result: GroupResult, blob: _BlobBuilder) -> None:
     for tensors, into in ((result.positive, conditioning.positive), (result.negative, conditioning.negative)):
         for name, value in tensors.items():
-            into.append(NamedTensor(name=name))
-            blob.tensor_into(into[-1].tensor, value)
-    return conditioning
+            blob.tensor_into(into.add(name=name).tensor, value)
 
 
 def check_finite(result: GroupResult) -> None:

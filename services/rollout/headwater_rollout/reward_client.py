@@ -119,16 +119,20 @@ class RewardClient:
         Raises `GroupDropped` for policy DROP_GROUP, and for RETRY and FAIL_RUN the error that persisted.
         """
 
-        async def one(spec: RewardSpec) -> Scores:
+        async def one(index: int, spec: RewardSpec) -> Scores:
             scores: Scores = []
             for part in _parts(media):
                 request = ScoreGroupRequest(
                     group_id=group_id, prompt=prompt, metadata=metadata, media=part, rewards=[spec]
                 )
-                scores += await self._score_with_policy(request, spec, deadline)
+                try:
+                    scores += await self._score_with_policy(request, spec, deadline)
+                except HeadwaterError as error:  # the server was asked for this reward alone
+                    error.field = error.field.replace("rewards[0]", f"rewards[{index}]")
+                    raise
             return scores
 
-        tasks = [asyncio.ensure_future(one(spec)) for spec in specs]
+        tasks = [asyncio.ensure_future(one(index, spec)) for index, spec in enumerate(specs)]
         try:
             return await asyncio.gather(*tasks)
         finally:
