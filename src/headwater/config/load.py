@@ -122,8 +122,8 @@ def _recipe(table: dict[str, Any], *, source: str, folders: Iterable[Path]) -> R
 
 
 def _from_validation(error: ValidationError, source: str) -> InvalidArgument:
-    """The first mistake in full, and how many more there are."""
-    first, *rest = error.errors(include_url=False)
+    """The first mistake in full, and which more there are. Unknown keys come first: they explain missing ones."""
+    first, *rest = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         found = _unknown(key)
