@@ -133,7 +133,7 @@ def _from_validation(error: ValidationError, source: str) -> InvalidArgument:
         found = _invalid(key, f"{key} is {first['input']!r}: {first['msg']}")
     if rest:
         others = ", ".join(sorted({".".join(map(str, e["loc"])) for e in rest}))
-        found = _invalid(found.field, f"{found.message} (also wrong: {others})")
+        found = InvalidArgument(f"{found.message} (also wrong: {others})", field=found.field, reason=found.reason)
     return found
 
 
