@@ -1,7 +1,7 @@
 """Checks of a prompt at the door: what no worker could make is refused at once, with the field and the remedy."""
 
 import math
-import random
+import secrets
 from collections.abc import Iterable
 
 from headwater import sampling
@@ -54,7 +54,10 @@ def to_group_request(prompt: Prompt) -> GenerateGroupRequest:
 
 def draw_seeds(count: int) -> list[int]:
     """`count` distinct random seeds in [0, 2^63)."""
-    return random.SystemRandom().sample(range(2**SEED_BITS), count)
+    seeds: dict[int, None] = {}
+    while len(seeds) < count:
+        seeds[secrets.randbits(SEED_BITS)] = None
+    return list(seeds)
 
 
 def timeout_seconds(prompt: Prompt, *, default: float) -> float:
