@@ -1,6 +1,7 @@
 """The command line: quick help, clear errors, figures; no service is running."""
 
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -26,6 +27,11 @@ def free_address() -> str:
         return f"127.0.0.1:{s.getsockname()[1]}"
 
 
+def cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @pytest.mark.parametrize("command", [(), *((name,) for name in cli.COMMANDS if name != "parity")])
 def test_help_takes_less_than_a_second_and_imports_nothing_heavy(command):
     code = (
@@ -34,9 +40,9 @@ def test_help_takes_less_than_a_second_and_imports_nothing_heavy(command):
         "heavy = {'torch', 'grpc', 'numpy', 'pydantic', 'rich', 'redis'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    began = time.monotonic()
+    began = cpu_seconds_of_children()  # not the time on the clock: other tests may keep the machine busy
     done = subprocess.run([sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True, check=False)
-    assert time.monotonic() - began < 1.0
+    assert cpu_seconds_of_children() - began < 1.0
     assert done.returncode == 0, done.stderr
     assert "usage: headwater" in done.stdout
 

@@ -8,8 +8,8 @@ from typing import Any
 
 Z_REQUIRED = 3.0
 MEANS = ("staleness/mean", "rate/images_per_s", "rate/pairs_per_s", "ratio/abs_deviation")
-MAXIMA = ("log_prob_drift/max", "staleness/max")
-SUMS = ("groups/trained", "groups/dropped", "images/generated", "pairs/trained", "step/skipped")
+MAXIMA = ("log_prob_drift/max", "staleness/max", "steps/skipped")
+SUMS = ("groups", "images", "pairs", "groups/dropped", "groups/unusable")
 
 
 @dataclass(frozen=True)

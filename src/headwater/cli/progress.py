@@ -1,5 +1,6 @@
 """Shows a run to a person: a progress bar on a terminal, plain lines elsewhere. All of it on standard error."""
 
+import math
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -35,14 +36,20 @@ def make_display() -> Display:
 def figures_line(values: Mapping[str, float]) -> str:
     """The figures a person watches, on one line; what the trainer did not report is left out."""
     parts = [
-        ("reward {}", "reward/mean", ".4f"),
-        ("± {}", "reward/standard_error", ".4f"),
-        ("drift {}", "log_prob_drift/max", ".1e"),
-        ("staleness {}", "staleness/mean", ".1f"),
-        ("{} images/s", "rate/images_per_s", ".1f"),
-        ("{} pairs/s", "rate/pairs_per_s", ".1f"),
+        ("reward {}", values.get("reward/mean"), ".4f"),
+        ("± {}", _standard_error(values), ".4f"),
+        ("drift {}", values.get("log_prob_drift/max"), ".1e"),
+        ("staleness {}", values.get("staleness/mean"), ".1f"),
+        ("{} images/s", values.get("rate/images_per_s"), ".1f"),
+        ("{} pairs/s", values.get("rate/pairs_per_s"), ".1f"),
     ]
-    return "  ".join(form.format(format(values[name], spec)) for form, name, spec in parts if name in values)
+    return "  ".join(form.format(format(value, spec)) for form, value, spec in parts if value is not None)
+
+
+def _standard_error(values: Mapping[str, float]) -> float | None:
+    """Of the mean reward over the images of a step."""
+    std, images = values.get("reward/std"), values.get("images")
+    return std / math.sqrt(images) if std is not None and images else None
 
 
 class LineDisplay:

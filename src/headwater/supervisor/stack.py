@@ -122,13 +122,16 @@ class Stack:
         return _spec(name, address, command, self._threads(), ready_timeout_s=300.0)
 
     def trainer_spec(self) -> ServiceSpec:
-        """The trainer's ranks, below torchrun."""
+        """The trainer: one process, or ranks below torchrun."""
         ranks = self.options.trainer_ranks
-        command = _module(
+        torchrun = () if ranks == 1 else (
             "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks),
-            "--master-addr", HOST, "--master-port", str(self.ports.trainer_store), "-m", "headwater_trainer",
-            "--bind", self.ports.trainer, "--router", self.ports.router, "--redis", self.redis_url,
-            "--blob-root", str(self.run_dir / "blobs"), "--output-dir", str(self.run_dir / "trainer"),
+            "--master-addr", HOST, "--master-port", str(self.ports.trainer_store), "-m",
+        )  # fmt: skip
+        command = _module(
+            *torchrun, "headwater_trainer", "--bind", self.ports.trainer, "--router", self.ports.router,
+            "--redis", self.redis_url, "--blob-root", str(self.run_dir / "blobs"),
+            "--output-dir", str(self.run_dir / "trainer"),
         )  # fmt: skip
         return _spec("trainer", self.ports.trainer, command, self._threads(ranks), ready_timeout_s=300.0)
 
@@ -145,8 +148,8 @@ class Stack:
         return {**ports, **{f"rollout-{i}": base + 10 + i for i in range(self.options.rollout_workers)}}
 
 
-def _module(name: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", name, *arguments)
+def _module(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", *arguments)
 
 
 def _spec(
