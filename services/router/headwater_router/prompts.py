@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 REMEMBERED_ENDED = 10_000
 """Ended requests that CancelRequest still knows."""
 
+STALE_REASON = "WEIGHTS_TOO_OLD"
+"""How a worker says that its weights are older than the prompt's min_weight_version: no failure, another will do."""
+
 FINAL = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ALREADY_EXISTS,
@@ -129,6 +132,7 @@ class Prompts:
                         return group
                     live.running_on = None
                     self._dispatcher.enqueue(live.ticket)
+                    self._on_change()
         except TimeoutError:
             raise live.too_late(self._dispatcher.explain(live.ticket)) from None
 
@@ -147,7 +151,7 @@ class Prompts:
 
     def _judge(self, live: Live, worker: Worker, error: HeadwaterError) -> None:
         """Raise `error` when it is final; else note that this worker failed."""
-        stale = isinstance(error, FailedPrecondition) and live.ticket.min_weight_version is not None
+        stale = isinstance(error, FailedPrecondition) and error.reason == STALE_REASON
         if error.code in FINAL and not stale:
             raise error
         live.ticket.failed_on[worker.lease_id] = worker.heartbeats
