@@ -137,14 +137,15 @@ async def start_process(*arguments):
 
 
 @pytest.mark.slow
-async def test_a_worker_process_finishes_its_group_on_sigterm(model, address):
+@pytest.mark.parametrize("kind", ["diffusers", pytest.param("sglang", marks=pytest.mark.engine)])
+async def test_a_worker_process_finishes_its_group_on_sigterm(model, address, kind):
     async with router_at(address) as router:
         process = await start_process(
-            "--model", str(model), "--engine", "diffusers", "--precision", "fp32", "--bind", "127.0.0.1:0",
+            "--model", str(model), "--engine", kind, "--precision", "fp32", "--bind", "127.0.0.1:0",
             "--router", address, "--worker-id", "w1",
         )  # fmt: skip
         try:
-            await until(router, lambda found: found, timeout_s=90)
+            await until(router, lambda found: found, timeout_s=150)
             running = asyncio.ensure_future(submit(router, n=16, steps=40))
             await until(router, lambda found: found[0].report.active_groups == 1)
             process.send_signal(signal.SIGTERM)

@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from headwater.common.v1.reward_pb2 import RewardRole, RewardSpec
 from headwater.common.v1.sample_pb2 import FilterDecision, FilterVerdict, Media, Sample, SampleId, WeightVersion
 from headwater.common.v1.sample_pb2 import ScoredGroup as ScoredGroupMessage
 from headwater.errors import DeadlineExceeded, HeadwaterError, Unavailable, duration
@@ -16,7 +15,8 @@ from headwater.sampling import ResolvedSampling
 from headwater_rollout import filters, media, validation
 from headwater_rollout.engine.base import Engine, GroupRequest, GroupResult
 from headwater_rollout.publisher import GroupPublisher, check_finite
-from headwater_rollout.reward_client import GroupDropped, RewardClient, Scores
+from headwater_rollout.reward_client import RewardClient
+from headwater_rollout.reward_policy import GroupDropped, Scores, set_total
 from headwater_rollout.status import WorkerStatus
 from headwater_rollout.weight_receiver import WeightReceiver
 
@@ -245,21 +245,6 @@ class GroupPipeline:
             scored.scoring_s,
             seconds,
         )
-
-
-def set_total(sample: Sample, specs: Sequence[RewardSpec]) -> None:
-    """Set total_reward to the weighted sum of the TRAIN rewards; leave it unset when one is missing or none exists."""
-    total, found = 0.0, False
-    values = {score.name: score.value for score in sample.rewards if score.WhichOneof("outcome") == "value"}
-    for spec in specs:
-        if spec.role == RewardRole.REWARD_ROLE_MONITOR:
-            continue
-        if spec.name not in values:
-            return
-        total += (spec.weight if spec.HasField("weight") else 1.0) * values[spec.name]
-        found = True
-    if found:
-        sample.total_reward = total
 
 
 def _encode(result: GroupResult) -> list[Media]:

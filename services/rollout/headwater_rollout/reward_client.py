@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -12,24 +11,31 @@ import grpc
 import grpc.aio
 from google.protobuf.struct_pb2 import Struct
 
-from headwater.common.v1.reward_pb2 import RewardFailurePolicy, RewardRole, RewardScore, RewardSpec
+from headwater.common.v1.reward_pb2 import RewardScore, RewardSpec
 from headwater.common.v1.sample_pb2 import Media
 from headwater.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     HeadwaterError,
-    Internal,
     InvalidArgument,
     NotFound,
     OutOfBudget,
     Unavailable,
-    from_item_error,
     to_item_error,
 )
-from headwater.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo, ScoreGroupRequest, ScoreGroupResponse
+from headwater.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo, ScoreGroupRequest
 from headwater.reward.v1.reward_pb2_grpc import RewardServiceStub
 from headwater.rpc.channel import aio_channel
 from headwater.rpc.errors import from_rpc_error
+from headwater_rollout.reward_policy import (
+    POLICY,
+    GroupDropped,
+    Scores,
+    parts_of,
+    policy_of,
+    read_scores,
+    unknown_reward,
+)
 from headwater_rollout.status import WorkerStatus
 
 if TYPE_CHECKING:
@@ -41,19 +47,7 @@ CONDITION = "REWARD_UNAVAILABLE"
 LIST_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 3.0
 PATIENCE_S = 5.0  # how long a reward that may be dropped is waited for, so that one blip drops nothing
-MAX_CALL_MEDIA_BYTES = 7 * 1024 * 1024  # a message has at most 8 MiB
 _RETRYABLE = (Unavailable, OutOfBudget, DeadlineExceeded)
-_POLICY = RewardFailurePolicy
-
-Scores = list[RewardScore]  # of one reward, one per sample
-
-
-class GroupDropped(Exception):
-    """A reward with policy DROP_GROUP failed: the group counts as filtered."""
-
-    def __init__(self, reward: str, error: HeadwaterError) -> None:
-        super().__init__(error.message)
-        self.reward = reward
 
 
 class RewardClient:
@@ -80,13 +74,13 @@ class RewardClient:
             raise FailedPrecondition(
                 "rewards are asked for, but this worker was started without --reward ADDR", reason="REWARD_NO_SERVER"
             )
-        needed = {spec.name for spec in specs if _policy(spec) != _POLICY.REWARD_FAILURE_POLICY_DROP_REWARD}
+        needed = {spec.name for spec in specs if policy_of(spec) != POLICY.REWARD_FAILURE_POLICY_DROP_REWARD}
         delay_s = 0.2
         while missing := {spec.name for spec in specs} - self._known():
             unanswered = await self._refresh()
             missing -= self._known()
             if missing and not unanswered:
-                raise _unknown(missing, specs, self._known())
+                raise unknown_reward(missing, specs, self._known())
             if not missing & needed:
                 break
             if time.monotonic() + delay_s > deadline:
@@ -121,7 +115,7 @@ class RewardClient:
 
         async def one(index: int, spec: RewardSpec) -> Scores:
             scores: Scores = []
-            for part in _parts(media):
+            for part in parts_of(media):
                 request = ScoreGroupRequest(
                     group_id=group_id, prompt=prompt, metadata=metadata, media=part, rewards=[spec]
                 )
@@ -144,18 +138,18 @@ class RewardClient:
         await asyncio.gather(*(channel.close(None) for channel in self._channels))
 
     async def _score_with_policy(self, request: ScoreGroupRequest, spec: RewardSpec, deadline: float) -> Scores:
-        policy = _policy(spec)
-        retry = policy == _POLICY.REWARD_FAILURE_POLICY_RETRY
+        policy = policy_of(spec)
+        retry = policy == POLICY.REWARD_FAILURE_POLICY_RETRY
         patience = time.monotonic() + (0.0 if self._down else PATIENCE_S)
         try:
             return await self._score_until(request, spec, deadline if retry else min(deadline, patience))
         except HeadwaterError as error:
-            if policy == _POLICY.REWARD_FAILURE_POLICY_DROP_REWARD:
+            if policy == POLICY.REWARD_FAILURE_POLICY_DROP_REWARD:
                 failed = RewardScore(name=spec.name, error=to_item_error(error))
                 return [failed for _ in request.media]
-            if policy == _POLICY.REWARD_FAILURE_POLICY_DROP_GROUP:
+            if policy == POLICY.REWARD_FAILURE_POLICY_DROP_GROUP:
                 raise GroupDropped(spec.name, error) from error
-            if policy == _POLICY.REWARD_FAILURE_POLICY_FAIL_RUN:
+            if policy == POLICY.REWARD_FAILURE_POLICY_FAIL_RUN:
                 raise FailedPrecondition(
                     f"reward {spec.name!r} failed, and its policy is to fail the run: {error.message}",
                     reason="REWARD_FAILS_RUN",
@@ -192,7 +186,7 @@ class RewardClient:
                     raise Unavailable(f"reward {spec.name!r} has moved from {address}") from error
             raise error from rpc_error
         self._set_up(address)
-        return _read_scores(response, spec, len(request.media))
+        return read_scores(response, spec, len(request.media))
 
     def _choose(self, name: str) -> str:
         """A server that hosts the reward, in turn; one that answered last rather than one that did not."""
@@ -247,54 +241,3 @@ class RewardClient:
             "wait for it go on by themselves",
             reason=CONDITION,
         )
-
-
-def _policy(spec: RewardSpec) -> "RewardFailurePolicy.ValueType":
-    if spec.failure_policy != _POLICY.REWARD_FAILURE_POLICY_UNSPECIFIED:
-        return spec.failure_policy
-    monitor = spec.role == RewardRole.REWARD_ROLE_MONITOR
-    return _POLICY.REWARD_FAILURE_POLICY_DROP_REWARD if monitor else _POLICY.REWARD_FAILURE_POLICY_RETRY
-
-
-def _parts(media: Sequence[Media]) -> list[list[Media]]:
-    """Media in order, cut so that each part fits a message."""
-    parts: list[list[Media]] = []
-    size = 0
-    for item in media:
-        size += item.ByteSize()
-        if not parts or size > MAX_CALL_MEDIA_BYTES:
-            parts.append([])
-            size = item.ByteSize()
-        parts[-1].append(item)
-    return parts
-
-
-def _read_scores(response: ScoreGroupResponse, spec: RewardSpec, count: int) -> Scores:
-    """The scores of one reward. Raises the first sample's error unless the reward may be dropped."""
-    if len(response.samples) != count or any(len(sample.scores) != 1 for sample in response.samples):
-        raise Internal(f"reward {spec.name!r}: the server answered with other samples or rewards than it was asked for")
-    scores = [_finite(sample.scores[0], spec.name) for sample in response.samples]
-    if _policy(spec) != _POLICY.REWARD_FAILURE_POLICY_DROP_REWARD:
-        for score in scores:
-            if score.WhichOneof("outcome") == "error":
-                raise from_item_error(score.error)
-    return scores
-
-
-def _finite(score: RewardScore, name: str) -> RewardScore:
-    if score.name != name or score.WhichOneof("outcome") is None:
-        problem = Internal(f"reward {name!r}: the server answered with neither a value nor an error")
-    elif score.WhichOneof("outcome") == "value" and not math.isfinite(score.value):
-        problem = Internal(f"reward {name!r} is {score.value}; scores must be finite", reason="REWARD_NOT_FINITE")
-    else:
-        return score
-    return RewardScore(name=name, error=to_item_error(problem))
-
-
-def _unknown(missing: set[str], specs: Sequence[RewardSpec], known: set[str]) -> NotFound:
-    index, name = next((i, spec.name) for i, spec in enumerate(specs) if spec.name in missing)
-    return NotFound(
-        f"no reward server hosts {name!r}; known rewards are {', '.join(sorted(known)) or 'none'}",
-        field=f"rewards[{index}].name",
-        reason="REWARD_UNKNOWN",
-    )
