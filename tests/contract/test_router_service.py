@@ -16,6 +16,7 @@ from router_fleet import (
     die_after_one_sample,
     fail_with,
     fleet,
+    forget_the_first_sample,
     forget_the_outcome,
     prompt,
     wait_for_gate,
@@ -165,8 +166,9 @@ async def test_attempts_are_limited_and_the_last_error_is_told():
         assert sum(len(worker.calls) for worker in workers) == 2
 
 
-async def test_an_outcome_that_never_comes_counts_as_a_failed_attempt():
-    async with fleet(ScriptedWorker("a-forgets", forget_the_outcome), ScriptedWorker("b-heir")) as f:
+@pytest.mark.parametrize("flaw", [forget_the_outcome, forget_the_first_sample])
+async def test_a_group_that_is_not_complete_counts_as_a_failed_attempt(flaw):
+    async with fleet(ScriptedWorker("a-forgets", flaw), ScriptedWorker("b-heir")) as f:
         events = [event async for event in f.stream(prompt(n=2))]
         assert by_kind(events) == ["accepted", "sample", "sample", "outcome"]
         assert events[-1].outcome.worker_id == "b-heir"
@@ -342,14 +344,16 @@ async def test_prompts_without_a_budget_are_limited_by_the_queue():
             async for event in call:
                 events.append(event)
 
-        call = f.stream(*[prompt(request_id=f"r{i}") for i in range(4)], prompt(run_id="run", request_id="budgeted"))
+        budgeted = [prompt(run_id="run", request_id=f"budgeted{i}") for i in range(2)]
+        first, *others = [prompt(request_id=f"r{i}") for i in range(4)]
+        call = f.stream(first, budgeted[0], *others, budgeted[1])
         reading = asyncio.ensure_future(read())
-        await f.wait_for(lambda status: status.queued_prompts == 3)
+        await f.wait_for(lambda status: status.queued_prompts == 4)
         worker.gate.set()
         await within(reading)
         errors = {event.request_id: event.error.reason for event in events if event.HasField("error")}
         assert errors == {"r3": "QUEUE_FULL"}
-        assert [e.accepted.queue_position for e in events if e.HasField("accepted")] == [0, 0, 1, 2]
+        assert [e.accepted.queue_position for e in events if e.HasField("accepted")] == [0, 0, 1, 2, 3]
 
 
 async def test_the_line_is_served_in_order_of_arrival():
