@@ -1,5 +1,7 @@
 """The part of a denoise run that is the same in every engine: noise, transitions, and what is kept for the trainer."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,8 @@ class Recorder:
         self.positions = (
             stored_positions(sampling.stochastic_steps, sampling.steps) if request.record_trajectory else ()
         )
+        self.positive: Mapping[str, Tensor] = {}  # conditioning of one sample, filled in by the engine
+        self.negative: Mapping[str, Tensor] = {}
         self.log_probs: list[Tensor] = []  # fp32 [n] per stochastic step
         self.model_outputs: list[Tensor] = []  # fp32 [n, ...] per stochastic step
         self._sampling = sampling

@@ -26,7 +26,7 @@ from headwater_rollout.engine.sglang.worker import start_worker
 
 
 class SglangEngine:
-    """One SGLang worker. `precision` is "fp32" (everything) or "bf16" (SGLang's own mixed precision)."""
+    """One SGLang worker. `precision` "bf16" runs the fp32 denoiser under autocast, as the trainer does."""
 
     _open: "SglangEngine | None" = None
 
@@ -36,6 +36,7 @@ class SglangEngine:
         self._model = str(Path(model).resolve())
         self._family = families.resolve(self._model)
         self._device = torch.device(device)
+        self._autocast = precision == "bf16"
         self._worker, self._server_args = start_worker(self._model, precision, self._device)
         self.info = EngineInfo(
             engine="sglang",
@@ -61,7 +62,6 @@ class SglangEngine:
         output = self._worker.execute_forward([self._request(request, recorder)])
         if output.error is not None:
             raise Internal(f"SGLang could not generate the group: {output.error}", reason="ENGINE_FAILED")
-        environment = output.rollout_trajectory_data.denoising_env
         return GroupResult(
             media=_to_pixels(output.output),
             latents=recorder.stacked_latents(),
@@ -70,8 +70,8 @@ class SglangEngine:
             sigmas=recorder.schedule.sigmas,
             trained_steps=sampling.stochastic_steps,
             log_probs=recorder.stacked_log_probs(),
-            positive=self._conditioning(environment.pos_cond_kwargs),
-            negative=self._conditioning(environment.neg_cond_kwargs or {}),
+            positive=self._conditioning(recorder.positive),
+            negative=self._conditioning(recorder.negative),
             model_outputs=recorder.stacked_model_outputs(),
         )
 
@@ -124,13 +124,12 @@ class SglangEngine:
             seed=list(request.seeds),
             generator_device="cpu",
             rollout=True,
-            rollout_return_denoising_env=True,
             save_output=False,
             return_file_paths_only=False,
             suppress_logs=True,
         )
         made = prepare_request(server_args=self._server_args, sampling_params=parameters)
-        made.extra[plugin.RECORDER] = recorder
+        made.extra |= {plugin.RECORDER: recorder, plugin.AUTOCAST: self._autocast}
         made.latents = recorder.initial_latents()
         made.scheduler = self._scheduler(recorder)
         made.timesteps = made.scheduler.timesteps
@@ -144,9 +143,13 @@ class SglangEngine:
         scheduler.timesteps = recorder.schedule.timesteps[:-1].to(self._device)
         return scheduler
 
-    def _conditioning(self, named: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The conditioning of one sample in fp32; all samples of a group share it."""
-        return {name: named[name][0].float().contiguous() for name in self._family.conditioning_names if name in named}
+    def _conditioning(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The conditioning that the trainer needs, in fp32 on the CPU.
+
+        SGLang makes inference tensors, which autograd refuses; copies made here are ordinary ones.
+        """
+        known = (name for name in self._family.conditioning_names if name in named)
+        return {name: named[name].float().cpu().clone() for name in known}
 
     def _occupy(self, call: str) -> int:
         if self._device.type != "cuda":

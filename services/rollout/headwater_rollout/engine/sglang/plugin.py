@@ -3,7 +3,7 @@
 It takes over the denoise transition of requests that carry a `Recorder`, and leaves every other request alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,11 @@ from headwater_rollout.engine.sglang import cpu_ops
 
 # Key of the `Recorder` in `Req.extra`.
 RECORDER = "headwater_recorder"
+# Key in `Req.extra`: whether the denoiser runs under bf16 autocast.
+AUTOCAST = "headwater_autocast"
 
-_CONTROLLER = "sglang.multimodal_gen.runtime.post_training.flow_rollout_controller.FlowRolloutController.transition"
-_SCHEDULER = (
-    "sglang.multimodal_gen.runtime.models.schedulers.scheduling_flow_match_euler_discrete"
-    ".FlowMatchEulerDiscreteScheduler.step"
-)
-_PROGRESS = "sglang.multimodal_gen.runtime.pipelines_core.stages.base.PipelineStage.progress_bar"
+_SGLANG = "sglang.multimodal_gen."
+_POST_TRAINING = _SGLANG + "runtime.post_training."
 
 
 def activate() -> None:
@@ -29,16 +27,26 @@ def activate() -> None:
 
     if current_platform.is_cpu():
         cpu_ops.install()
-    HookRegistry.register(_CONTROLLER, transition, HookType.AROUND)
-    HookRegistry.register(_SCHEDULER, scheduler_step, HookType.AROUND)
-    HookRegistry.register(_PROGRESS, progress_bar, HookType.AROUND)
+    for target, hook in _hooks().items():
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def applied() -> bool:
     """Whether SGLang has found this plugin and applied every hook."""
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry
 
-    return {_CONTROLLER, _SCHEDULER, _PROGRESS} <= HookRegistry._patched
+    return _hooks().keys() <= HookRegistry._patched
+
+
+def _hooks() -> Mapping[str, Callable[..., Any]]:
+    stages, configs = _SGLANG + "runtime.pipelines_core.stages.", _SGLANG + "configs.pipeline_configs."
+    return {
+        _POST_TRAINING + "flow_rollout_controller.FlowRolloutController.transition": transition,
+        _POST_TRAINING + "rollout_hooks.init_rollout_env_if_enabled": keep_conditioning,
+        stages + "denoising.DenoisingStage._predict_noise": predict_noise,
+        configs + "stablediffusion3.StableDiffusion3PipelineConfig.expand_conditioning_to_sample_batch": expand,
+        stages + "base.PipelineStage.progress_bar": progress_bar,
+    }
 
 
 def transition(original: Callable[..., torch.Tensor], controller: Any, *, batch: Any, **step: Any) -> torch.Tensor:
@@ -57,17 +65,43 @@ def transition(original: Callable[..., torch.Tensor], controller: Any, *, batch:
     return following
 
 
-def scheduler_step(
-    original: Callable[..., Any], scheduler: Any, model_output: torch.Tensor, *rest: Any, **named: Any
-) -> Any:
-    """Around `FlowMatchEulerDiscreteScheduler.step`: keep the latents of a rollout in fp32.
+def predict_noise(original: Callable[..., torch.Tensor], stage: Any, **named: Any) -> torch.Tensor:
+    """Around `DenoisingStage._predict_noise`: the trainer's precision, and a model output in fp32.
 
-    The stock step rounds them to the dtype of the model output, which in bf16 moves the log-probability of a late step
-    by more than the clip range.
+    The trainer runs fp32 weights under autocast. SGLang's own mixed precision has bf16 weights and a bf16 residual
+    stream, combines guidance in bf16 and rounds the latents with it: log-probabilities then differ by up to 2e-3.
     """
-    if named.get("transition") is not None:
-        model_output = model_output.float()
-    return original(scheduler, model_output, *rest, **named)
+    from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
+
+    batch = get_forward_context().forward_batch
+    if batch is None or RECORDER not in batch.extra:
+        return original(stage, **named)
+    device = named["latent_model_input"].device.type
+    with torch.autocast(device, torch.bfloat16, enabled=batch.extra.get(AUTOCAST, False)):
+        return original(stage, **named).float()
+
+
+def expand(original: Callable[..., Any], config: Any, batch: Any) -> Any:
+    """Around SD3's `expand_conditioning_to_sample_batch`: one row of conditioning per sample, in fp32 as recorded.
+
+    The stock SD3 leaves it at one row, which broadcasts, but through matrix products of another shape than the
+    trainer's, and those round differently.
+    """
+    batch = original(config, batch)
+    if RECORDER in batch.extra:
+        for name in ("prompt_embeds", "pooled_embeds", "negative_prompt_embeds", "neg_pooled_embeds"):
+            rows = getattr(batch, name)
+            setattr(batch, name, [row.float().expand(batch.batch_size, *row.shape[1:]) for row in rows])
+    return batch
+
+
+def keep_conditioning(original: Callable[..., None], *, batch: Any, **named: Any) -> None:
+    """Around `init_rollout_env_if_enabled`: keep what the denoiser is given, one row of it (all samples share it)."""
+    original(batch=batch, **named)
+    recorder: Recorder | None = batch.extra.get(RECORDER)
+    if recorder is not None:
+        recorder.positive = _first_rows(named["pos_cond_kwargs"])
+        recorder.negative = _first_rows(named["neg_cond_kwargs"] or {})
 
 
 def progress_bar(original: Callable[..., Any], stage: Any, *rest: Any, batch: Any = None, **named: Any) -> Any:
@@ -75,3 +109,7 @@ def progress_bar(original: Callable[..., Any], stage: Any, *rest: Any, batch: An
     if batch is not None and RECORDER in batch.extra:
         named["disable"] = True
     return original(stage, *rest, batch=batch, **named)
+
+
+def _first_rows(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value[0] for name, value in named.items() if isinstance(value, torch.Tensor)}

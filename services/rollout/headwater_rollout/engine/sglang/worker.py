@@ -8,18 +8,16 @@ import torch
 from headwater.errors import FailedPrecondition
 from headwater_rollout.engine.sglang import plugin, process
 
-# SGLang names the denoiser "dit" here, and its encoders as in model_index.json.
-_FP32: dict[str, Any] = {
-    "component_precisions": dict.fromkeys(("dit", "text_encoder", "text_encoder_2", "text_encoder_3"), "fp32"),
-    "disable_autocast": True,
-}
+# The denoiser ("dit" here) always has fp32 weights, as in the trainer; autocast is the plugin's.
+_DENOISER = {"dit": "fp32"}
+_ENCODERS = dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), "fp32")
 
 
 def start_worker(model: str, precision: str, device: torch.device) -> tuple[Any, Any]:
     """SGLang's worker with the pipeline in folder `model` loaded, and its ServerArgs.
 
-    `precision` "fp32" makes every part fp32, in which the denoiser is bit-identical to diffusers' on a CPU; "bf16" is
-    SGLang's own mixed precision. Raises `FailedPrecondition` when SGLang did not load our plugin.
+    With `precision` "fp32" every part is fp32; with "bf16" the text encoders have SGLang's default precisions. Raises
+    `FailedPrecondition` when SGLang did not load our plugin.
     """
     with process.contained(device):
         _load_sglang()
@@ -34,7 +32,8 @@ def start_worker(model: str, precision: str, device: torch.device) -> tuple[Any,
             warmup_mode="off",
             log_level="warning",
             output_path=None,
-            **(_FP32 if precision == "fp32" else {}),
+            disable_autocast=True,
+            component_precisions=_DENOISER | (_ENCODERS if precision == "fp32" else {}),
         )
         set_global_server_args(arguments)
         process.init_local_group(current_platform.get_torch_distributed_backend_str())
