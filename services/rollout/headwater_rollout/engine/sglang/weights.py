@@ -1,4 +1,4 @@
-"""Find the parameters of a diffusers checkpoint in SGLang's live module."""
+"""Find the tensors of a diffusers checkpoint in SGLang's live module."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,15 @@ def live_views(module: nn.Module, component_dir: Path) -> Mapping[str, Sequence[
     SGLang runs SD3 with diffusers' own blocks, so names and shapes are the same. Raises `Internal` when a name of the
     checkpoint is missing or has another shape, as would be the case after a change of SGLang's layout.
     """
-    live = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    buffers = dict(module.named_buffers())
-    shapes = checkpoint_shapes(component_dir)
-    strange = sorted(
-        name
-        for name, shape in shapes.items()
-        if name not in buffers and (name not in live or tuple(live[name].shape) != shape)
-    )
+    live, shapes = module.state_dict(), checkpoint_shapes(component_dir)
+    strange = sorted(name for name in shapes if name not in live or tuple(live[name].shape) != shapes[name])
     strange += sorted(live.keys() - shapes.keys())
     if strange:
         raise Internal(
             f"{len(strange)} tensors of {component_dir} and of SGLang's {type(module).__name__} do not correspond, "
             f"e.g. {strange[:3]}; this sglang lays the model out differently, install the version Headwater pins"
         )
-    return {name: (live[name],) for name in shapes if name in live}
+    return {name: (live[name],) for name in shapes}
 
 
 def checkpoint_shapes(component_dir: Path) -> dict[str, tuple[int, ...]]:
