@@ -1,0 +1,204 @@
+"""One run on all ranks: assemble, restore, train, finish."""
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+
+import torch
+
+from headwater.config.load import parse_recipe
+from headwater.config.prompts import load_prompts
+from headwater.config.recipe import Recipe
+from headwater.errors import HeadwaterError
+from headwater.stream.scored import ScoredStream
+from headwater.tensors.blobs import BlobStore
+from headwater.trainer.v1.trainer_pb2 import RunState, StartRunRequest
+from headwater_trainer.background import BackgroundLoop
+from headwater_trainer.checkpoint import Checkpoints
+from headwater_trainer.config import TrainerConfig
+from headwater_trainer.feeder import Feeder
+from headwater_trainer.groups import SharedSource, Signal
+from headwater_trainer.metrics import MetricsFile
+from headwater_trainer.model import load_policy
+from headwater_trainer.objectives import make_objective
+from headwater_trainer.optimizer import make_optimizer
+from headwater_trainer.prompt_order import PromptOrder
+from headwater_trainer.ranks import Ranks, RunFailed
+from headwater_trainer.runs import RunRecord
+from headwater_trainer.service import check_model, run_folder
+from headwater_trainer.stream_source import StreamSource
+from headwater_trainer.train import Hooks, Trainer, Values, train
+from headwater_trainer.weight_sender import WeightSender
+
+log = logging.getLogger(__name__)
+
+_CATCH_UP_INTERVAL_S = 3.0
+
+
+@dataclass
+class Frontend:
+    """What only rank 0 has: the record that clients see, and the background loop."""
+
+    record: RunRecord
+    background: BackgroundLoop
+
+
+def execute(request: StartRunRequest, config: TrainerConfig, ranks: Ranks, frontend: Frontend | None) -> None:
+    """Execute a run to its end, on every rank. Raises `RunFailed` on all ranks alike, anything else on one."""
+    recipe = parse_recipe(request.recipe_toml)
+    run = _Run(request, recipe, config, ranks, frontend)
+    try:
+        run.setup()
+        if frontend is not None:
+            frontend.record.set_state(RunState.RUN_STATE_RUNNING)
+        finished = train(run.trainer)
+        run.save()
+        if frontend is not None:
+            frontend.record.set_state(RunState.RUN_STATE_SUCCEEDED if finished else RunState.RUN_STATE_STOPPED)
+    finally:
+        run.close()
+
+
+class _Run:
+    """The parts of a run, and what happens around its steps."""
+
+    def __init__(
+        self, request: StartRunRequest, recipe: Recipe, config: TrainerConfig, ranks: Ranks, frontend: Frontend | None
+    ) -> None:
+        self._request = request
+        self._recipe = recipe
+        self._config = config
+        self._ranks = ranks
+        self._frontend = frontend
+        self._folder = run_folder(recipe, request.run_id, config.output_dir)
+        self._source: StreamSource | None = None
+        self._sender: WeightSender | None = None
+        self._caught_up_at = 0.0
+
+    def setup(self) -> None:
+        """Load, restore, publish the present weights, and begin to read and feed."""
+        recipe, ranks = self._recipe, self._ranks
+        torch.manual_seed(recipe.run.seed + ranks.rank)
+        torch.use_deterministic_algorithms(recipe.run.deterministic)
+        ranks.first_only("prepare the output folder", self._prepare_folder)
+        policy = ranks.together("load the model", lambda: load_policy(recipe, check_model(recipe), ranks))
+        optimizer = make_optimizer(policy, recipe.optimizer)
+        self._checkpoints = Checkpoints(self._folder / "checkpoints", ranks, keep=recipe.train.keep_checkpoints)
+        store = ranks.together("open the blob store", lambda: BlobStore(self._config.blob_root))
+        ranks.first_only("open stream and router", lambda: self._open(store))
+        self.trainer = Trainer(
+            recipe, policy, make_objective(recipe), optimizer, SharedSource(self._source, ranks), store.get, ranks,
+            Hooks(self._publish, self._report, self.save, self._notice),
+        )  # fmt: skip
+        if (latest := self._checkpoints.latest()) is not None:
+            self.trainer.state = self._checkpoints.load(latest, policy.trainable(), optimizer)
+            self._notice("RESUMED", f"continues from {latest} after step {self.trainer.state.step}")
+        state = self.trainer.state
+        self._metrics = MetricsFile(self._folder / "metrics.jsonl", resumed_step=state.step) if ranks.is_first else None
+        self._publish(state.step, everything=True)
+        ranks.first_only("read the stream", lambda: self._start_source())
+
+    def _prepare_folder(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "recipe.toml").write_text(self._request.recipe_toml, encoding="utf-8")
+        free = shutil.disk_usage(self._folder).free
+        log.info("run %s writes to %s (%.1f GB free)", self._request.run_id, self._folder, free / 1e9)
+
+    def _open(self, store: BlobStore) -> None:
+        assert self._frontend is not None
+        recipe, config, run_id = self._recipe, self._config, self._request.run_id
+        items = load_prompts(recipe.prompts)
+        order = PromptOrder(items, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
+        stream = ScoredStream(config.redis, run_id, config.consumer)
+        stream.open()
+        feeder = Feeder(config.router, run_id, recipe, order, self._notice)
+        self._sender = WeightSender(config.router, run_id, check_model(recipe).components[0])
+        self._source = StreamSource(
+            recipe, run_id, stream, store, feeder, self._frontend.background,
+            asked=self._asked, idle=self._catch_up, notice=self._notice, wait_limit_s=config.wait_limit_s,
+        )  # fmt: skip
+
+    def _start_source(self) -> None:
+        assert self._source is not None
+        self._source.start(self.trainer.state.step, self.trainer.state.cursor)
+
+    def _asked(self) -> Signal | None:
+        assert self._frontend is not None
+        if self._frontend.record.stop_requested:
+            return Signal.STOP
+        return Signal.SAVE if self._frontend.record.save_requested else None
+
+    def _publish(self, step: int, *, everything: bool = False) -> None:
+        """Send the weights as version `step`: everything at the start, afterwards what training changes."""
+        policy = self.trainer.policy
+        weights = policy.all_weights() if everything else policy.changed_weights()
+
+        def send() -> None:
+            assert self._sender is not None
+            assert self._frontend is not None
+            report = self._sender.publish(weights, step)
+            for worker, why in report.lost.items():
+                self._notice("WORKER_LOST", f"{worker} did not take the weights of step {step}: {why}")
+            log.info(
+                "weights step=%d workers=%s tensors=%d bytes=%d transport=%s seconds=%.2f",
+                step, ",".join(report.updated) or "none", report.tensor_count, report.byte_count, report.transport,
+                report.seconds,
+            )  # fmt: skip
+            self._frontend.record.set_progress(step, step)
+
+        self._ranks.first_only(f"send the weights of step {step} to the workers", send)
+
+    def _catch_up(self) -> None:
+        """Bring late workers to the present weights; a router that does not answer is waited for elsewhere."""
+        assert self._sender is not None
+        if time.monotonic() - self._caught_up_at < _CATCH_UP_INTERVAL_S:
+            return
+        try:
+            report = self._sender.catch_up()
+        except HeadwaterError as error:
+            log.warning("late workers are not served: %s", error.message)
+        else:
+            if report is not None:
+                log.info("weights step=%d late workers=%s", report.step, ",".join(report.updated) or "none")
+        self._caught_up_at = time.monotonic()
+
+    def _report(self, step: int, values: Values) -> None:
+        if self._frontend is None:
+            return
+        assert self._metrics is not None
+        self._metrics.append(step, values)
+        self._frontend.record.set_progress(step)
+        self._frontend.record.add_metrics(step, values)
+        shown = ("reward/mean", "loss", "grad_norm", "ratio/abs_deviation", "log_prob_drift/max", "staleness/max")
+        log.info("step=%d %s", step, " ".join(f"{name}={values[name]:.4g}" for name in shown if name in values))
+
+    def _notice(self, reason: str, message: str) -> None:
+        if self._frontend is not None:
+            log.warning("%s: %s", reason, message)
+            self._frontend.record.notice(reason, message)
+
+    def save(self) -> None:
+        """Write a checkpoint, then acknowledge what it holds."""
+        t = self.trainer
+        t.state.cursor = t.source.cursor()
+        path = self._checkpoints.save(t.state, t.policy.trainable(), t.optimizer, self._request.recipe_toml)
+        self._ranks.first_only("acknowledge trained groups", t.source.settle)
+        if self._frontend is not None:
+            self._frontend.record.add_checkpoint(t.state.step, str(path))
+
+    def close(self) -> None:
+        """Stop feeding, close connections. Errors here are logged: the run has its outcome."""
+        for part in (self._source, self._sender):
+            try:
+                if part is not None:
+                    part.close()
+            except (HeadwaterError, TimeoutError, RuntimeError) as error:
+                log.warning("closing: %s", error)
+
+
+def failure_of(error: Exception) -> str:
+    """What a person is told of the error that ended a run."""
+    if isinstance(error, RunFailed):
+        return str(error)
+    return getattr(error, "message", "") or f"{type(error).__name__}: {error}"

@@ -1,0 +1,156 @@
+"""Training: get groups → advantages → pairs → micro-batches → loss → step → update weights."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from headwater.config.recipe import Recipe
+from headwater.tensors.codec import Fetch
+from headwater_trainer.batch import LoadedBatch, assign_advantages, describe, load_batch
+from headwater_trainer.checkpoint import TrainState
+from headwater_trainer.groups import GroupBatch, GroupSource, Signal
+from headwater_trainer.metrics import Accumulator
+from headwater_trainer.model import Policy
+from headwater_trainer.objectives import Objective
+from headwater_trainer.pairs import PairBatch, TrainPair, micro_batches
+from headwater_trainer.ranks import Ranks
+
+Values = dict[str, float]
+
+
+@dataclass
+class Hooks:
+    """What happens around the steps; called by all ranks together."""
+
+    publish: Callable[[int], None] = lambda step: None  # send the weights as version `step`
+    report: Callable[[int, Values], None] = lambda step, values: None
+    save: Callable[[], None] = lambda: None  # write a checkpoint
+    notice: Callable[[str, str], None] = lambda reason, message: None
+
+
+@dataclass
+class Trainer:
+    """Everything that training needs, on one rank."""
+
+    recipe: Recipe
+    policy: Policy
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    source: GroupSource
+    fetch: Fetch
+    ranks: Ranks
+    hooks: Hooks = field(default_factory=Hooks)
+    state: TrainState = field(default_factory=TrainState)
+
+
+def train(t: Trainer) -> bool:
+    """Train until all steps are done; False when stopped before. Raises `RunFailed`, on all ranks alike."""
+    section = t.recipe.train
+    while t.state.step < section.steps:
+        begun = time.monotonic()
+        batch = t.source.take(t.state.step)
+        if batch is Signal.STOP:
+            return False
+        if isinstance(batch, Signal):
+            t.hooks.save()
+            continue
+        received = time.monotonic()
+        values = train_step(t, batch)
+        trained = time.monotonic()
+        t.state.step += 1
+        t.hooks.publish(t.state.step)
+        t.source.trained(t.state.step)
+        values |= _pace(values, begun, received, trained, time.monotonic())
+        t.hooks.report(t.state.step, values)
+        if section.checkpoint_every and t.state.step % section.checkpoint_every == 0 and t.state.step < section.steps:
+            t.hooks.save()
+    return True
+
+
+def train_step(t: Trainer, received: GroupBatch) -> Values:
+    """Train on the groups of one step; the figures of it. Groups that cannot be used are left out and reported."""
+
+    def unusable(group_id: str, reason: str) -> None:
+        t.source.fail(group_id, reason)
+        t.hooks.notice("GROUP_UNUSABLE", f"group {group_id} is left out: {reason}")
+
+    batch = load_batch(received.groups, t.recipe.train.updates_per_batch, t.fetch, t.ranks, unusable)
+    values = dict(describe(batch.groups, received.dropped, t.state.step, t.recipe))
+    values["groups/unusable"] = float(len(received.groups) - len(batch.groups))
+    if not batch.groups:
+        t.state.skipped += 1
+        t.hooks.notice("STEP_SKIPPED", f"step {t.state.step + 1}: none of its groups could be used")
+    else:
+        assign_advantages(batch, t.recipe)
+        if t.recipe.objective.recompute_old_log_prob:
+            recompute_old_log_probs(t, batch)
+        values |= _merged([update(t, share, batch.filler) for share in batch.shares])
+    return values | {"steps/skipped": float(t.state.skipped)}
+
+
+def recompute_old_log_probs(t: Trainer, batch: LoadedBatch) -> None:
+    """Replace the old log-probs by those of the trainer's own policy before any update."""
+    for share in batch.shares:
+        pairs = iter(share)
+        for micro in _micro_batches(t, share, batch.filler):
+            for value, pair in zip(t.objective.old_log_probs(t.policy, micro).tolist(), pairs, strict=False):
+                pair.log_prob_old = value
+
+
+def update(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Values:
+    """One optimizer update on the mean loss over the pairs of all ranks; skipped when anything is not finite."""
+    pair_count = t.ranks.total([float(len(pairs))])[0]
+    figures = Accumulator()
+    for micro in _micro_batches(t, pairs, filler):
+        terms = t.objective.terms(t.policy, micro)
+        # FSDP averages gradients over ranks; wanted is the sum over ranks, of a mean over the pairs of all ranks.
+        ((terms.loss * micro.weight).sum() * (t.ranks.world_size / pair_count)).backward()
+        figures.add(terms, micro.weight)
+    grad_norm = _clip(t)
+    values = figures.reduced(t.ranks) | {"grad_norm": grad_norm, "pairs": pair_count}
+    if math.isfinite(values["loss"]) and math.isfinite(grad_norm):
+        t.optimizer.step()
+        t.state.updates += 1
+    else:
+        t.state.skipped += 1
+        t.hooks.notice(
+            "STEP_SKIPPED",
+            f"step {t.state.step + 1}: loss {values['loss']}, gradient norm {grad_norm}; the weights are unchanged. "
+            "If it repeats, lower optimizer.lr or look at the rewards",
+        )
+    t.optimizer.zero_grad(set_to_none=True)
+    return values
+
+
+def _micro_batches(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Iterable[PairBatch]:
+    """As many micro-batches as the rank with the most pairs has."""
+    size = t.recipe.train.micro_batch_size
+    count = int(t.ranks.largest([math.ceil(len(pairs) / size)])[0])
+    return micro_batches(pairs, size, count, filler, t.ranks.device)
+
+
+def _clip(t: Trainer) -> float:
+    """Scale the gradients down to max_grad_norm; their norm before, over all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(t.policy.trainable().values(), t.recipe.train.max_grad_norm)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _merged(updates: list[Values]) -> Values:
+    """Figures of a step: averages over its updates, the sum of pairs, and the drift before any update."""
+    merged = {name: sum(values[name] for values in updates) / len(updates) for name in updates[0]}
+    merged["pairs"] *= len(updates)
+    return merged | {name: updates[0][name] for name in updates[0] if name.startswith("log_prob_drift/")}
+
+
+def _pace(values: Values, begun: float, received: float, trained: float, updated: float) -> Values:
+    train_s = max(trained - received, 1e-9)
+    return {
+        "seconds/wait": received - begun,
+        "seconds/train": trained - received,
+        "seconds/update": updated - trained,
+        "rate/images_per_s": values["images"] / max(updated - begun, 1e-9),
+        "rate/pairs_per_s": values.get("pairs", 0.0) / train_s,
+    }
