@@ -80,13 +80,14 @@ class DiffusersEngine:
         )
 
     def weight_views(self, component: str) -> Mapping[str, Sequence[Tensor]]:
-        """Live tensors of a component by diffusers name; see `Engine.weight_views`."""
+        """Live parameters of a component by diffusers name; see `Engine.weight_views`."""
         if component not in self.info.components:
             raise InvalidArgument(
                 f"component {component!r} does not exist in {self.info.family}; use one of {self.info.components}",
                 field="component",
             )
-        return {name: (tensor,) for name, tensor in getattr(self._pipeline, component).state_dict().items()}
+        module = getattr(self._pipeline, component)
+        return {name: (parameter.detach(),) for name, parameter in module.named_parameters()}
 
     def weights_changed(self) -> None:
         """Nothing is derived from the weights."""

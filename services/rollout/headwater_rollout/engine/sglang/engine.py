@@ -76,7 +76,7 @@ class SglangEngine:
         )
 
     def weight_views(self, component: str) -> Mapping[str, Sequence[Tensor]]:
-        """Live tensors of a component by diffusers name; see `Engine.weight_views`."""
+        """Live parameters of a component by diffusers name; see `Engine.weight_views`."""
         if component not in self.info.components:
             raise InvalidArgument(
                 f"component {component!r} does not exist in {self.info.family}; use one of {self.info.components}",
