@@ -88,7 +88,7 @@ def _attempt(request: StartRunRequest, config: TrainerConfig, ranks: Ranks, fron
     try:
         execute(request, config, ranks, frontend)
     except Exception as error:  # the edge of the process: whatever it is, clients must hear of it
-        log.exception("run %s failed", request.run_id)
+        log.error("run %s failed: %s", request.run_id, failure_of(error), exc_info=not isinstance(error, RunFailed))
         if frontend is not None:
             frontend.record.set_state(RunState.RUN_STATE_FAILED, failure_of(error))
         if not isinstance(error, RunFailed) and ranks.world_size > 1:

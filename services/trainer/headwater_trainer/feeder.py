@@ -180,7 +180,7 @@ class Feeder:
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         async for response in call:
-            number = self._number_of(response.request_id)
+            number = sequence_of(response.request_id.partition(".")[0])
             kind = response.WhichOneof("event")
             if kind == "outcome":
                 await self._finished(number, response.outcome)
@@ -253,7 +253,7 @@ class Feeder:
         # A group submitted now is trained at most staleness_bound steps after the present one.
         oldest = WeightVersion(run_id=self._run_id, step=self._step)
         return router_pb2.Prompt(
-            request_id=f"{self._run_id}/{group_id_of(number)}/{uuid.uuid4().hex[:8]}",
+            request_id=f"{group_id_of(number)}.{uuid.uuid4().hex[:8]}.{self._run_id}",
             run_id=self._run_id,
             group_id=group_id_of(number),
             text=item.text,
@@ -265,9 +265,6 @@ class Feeder:
             publish=PublishMode.PUBLISH_MODE_STREAM,
             min_weight_version=oldest,
         )
-
-    def _number_of(self, request_id: str) -> int:
-        return sequence_of(request_id.split("/")[1])
 
     async def _free(self, group_ids: Sequence[str]) -> None:
         if self._stub is None:

@@ -33,7 +33,7 @@ from headwater_trainer.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
 
-_CATCH_UP_INTERVAL_S = 3.0
+_CATCH_UP_INTERVAL_S = 5.0  # longer than heartbeats, by which the router learns of an update
 
 
 @dataclass
@@ -146,6 +146,7 @@ class _Run:
                 report.seconds,
             )  # fmt: skip
             self._frontend.record.set_progress(step, step)
+            self._caught_up_at = time.monotonic()
 
         self._ranks.first_only(f"send the weights of step {step} to the workers", send)
 
