@@ -41,9 +41,12 @@ class LogFollower:
                     self._files[name] = (path, new_offset)
 
     def _read(self, name: str, path: Path, offset: int) -> int:
-        with path.open("rb") as log:
-            log.seek(offset)
-            data = log.read()
+        try:
+            with path.open("rb") as log:
+                log.seek(offset)
+                data = log.read()
+        except OSError:  # somebody has removed the file
+            return offset
         complete = data[: data.rfind(b"\n") + 1]
         for line in complete.splitlines():
             if _LINE.match(line):

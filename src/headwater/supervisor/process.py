@@ -62,11 +62,15 @@ class Child:
         return self.process.poll()
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last lines this start has written."""
-        with self.log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self.log_start, size - 64 * 1024))
-            return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-lines:])
+        """The last lines this start has written; empty when the file is gone."""
+        try:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self.log_start, size - 64 * 1024))
+                data = log.read()
+        except OSError:
+            return ""
+        return "\n".join(data.decode("utf-8", "replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float) -> bool:
         """SIGTERM, then after `grace_s` SIGKILL to it and everything it started. True when it left by itself."""
