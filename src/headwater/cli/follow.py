@@ -114,9 +114,10 @@ class RunFollower:
                     if error.code() != grpc.StatusCode.NOT_FOUND:
                         raise
                     run = stub.StartRun(self._request, timeout=START_TIMEOUT_S).run
-                    self._next_event = 0
         except Unavailable:
             return False
+        if run.started_at != self.history.run.started_at:  # another process, whose events count from 0
+            self._next_event = 0
         self.history.run.CopyFrom(run)
         return True
 

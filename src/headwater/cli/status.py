@@ -74,17 +74,17 @@ def table(status: dict[str, Any]) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    workers = Table("worker", "address", "state", "engine", "weights", "groups", "done", "note", box=None)
+    workers = Table("worker", "address", "state", "engine", "weights", "groups", "done", box=None)
+    lines = [Text(_router_line(status["router"])), Text(_run_line(status["run"]))]
+    notes = []
     for worker in status["router"]["workers"]:
         workers.add_row(*_worker_row(worker))
-    return Group(Text(_router_line(status["router"])), Text(_run_line(status["run"])), workers)
+        notes += [Text(f"{worker['worker_id']}: {note}") for note in _notes(worker)]
+    return Group(*lines, workers, *notes)
 
 
 def _worker_row(worker: dict[str, Any]) -> list[str]:
     report, info = worker.get("report", {}), worker.get("info", {})
-    notes = [condition["message"] for condition in report.get("conditions", ())]
-    if not worker["accepting"]:
-        notes.insert(0, worker["not_accepting_reason"])
     return [
         worker["worker_id"],
         worker["address"],
@@ -93,8 +93,12 @@ def _worker_row(worker: dict[str, Any]) -> list[str]:
         _version(report.get("weight_version")),
         f"{worker['assigned_groups']}/{worker['capacity_groups']}",
         report.get("finished_groups", "0"),
-        "; ".join(notes),
     ]
+
+
+def _notes(worker: dict[str, Any]) -> list[str]:
+    blocked = [] if worker["accepting"] else [worker["not_accepting_reason"]]
+    return blocked + [condition["message"] for condition in worker.get("report", {}).get("conditions", ())]
 
 
 def _router_line(router: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Watches the router beside a run: which weights each worker serves, and what a person should know of the workers."""
+"""Watches the router beside a run: which weights each worker serves."""
 
 import threading
 from collections.abc import Callable
@@ -17,14 +17,13 @@ _RETRY_S = 1.0
 
 
 class RouterWatcher:
-    """A thread that follows WatchStatus; conditions of workers are said once when they appear and when they pass."""
+    """A thread that follows WatchStatus. Says when the router goes away and when it is back."""
 
     def __init__(self, router: str, say: Callable[[str], None]) -> None:
         self._router = router
         self._say = say
         self._stop = threading.Event()
         self._call: grpc.Call | None = None
-        self._conditions: dict[tuple[str, str], str] = {}
         self.versions: dict[str, list[int]] = {}
         """Weight versions that each worker was seen with, in order, by worker id."""
         self._thread = threading.Thread(target=self._run, name="router-watcher", daemon=True)
@@ -60,15 +59,7 @@ class RouterWatcher:
             self._stop.wait(_RETRY_S)
 
     def _take(self, status: GetStatusResponse) -> None:
-        current: dict[tuple[str, str], str] = {}
         for worker in status.workers:
             seen = self.versions.setdefault(worker.worker_id, [])
             if (step := worker.report.weight_version.step) not in seen[-1:]:
                 seen.append(step)
-            for condition in worker.report.conditions:
-                current[(worker.worker_id, condition.reason)] = condition.message
-        for key in current.keys() - self._conditions.keys():
-            self._say(f"{key[0]}: {current[key]}")
-        for worker_id, reason in self._conditions.keys() - current.keys():
-            self._say(f"{worker_id}: {reason} is over")
-        self._conditions = current
