@@ -24,8 +24,8 @@ def generate(out: Path) -> None:
     if status != 0:
         raise SystemExit(f"protoc failed with status {status}")
     for area in AREAS:
-        (out / "headwater" / area / "__init__.py").write_text("")
-        (out / "headwater" / area / "v1" / "__init__.py").write_text("")
+        for package in (out / "headwater" / area, out / "headwater" / area / "v1"):
+            (package / "__init__.py").write_text(f'"""Protocol of the {area} area, generated from protos/."""\n')
 
 
 def stale_files(fresh: Path) -> list[str]:

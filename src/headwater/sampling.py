@@ -1,4 +1,4 @@
-"""Validate `SamplingParams` and choose the stochastic steps of a group. No torch: router, worker and trainer share it."""
+"""Validate `SamplingParams` and choose the stochastic steps of a group. Shared by all services, hence no torch."""
 
 import math
 import random

@@ -321,9 +321,9 @@ async def test_an_unknown_reward_names_the_known_ones(engine, executor):
 async def test_freshness_is_compared_within_a_run(engine, executor):
     async with worker_at(engine, executor) as (worker, stub):
         worker.receiver.version = WeightVersion(run_id="r", step=5)
-        for version in (WeightVersion(run_id="r", step=5), WeightVersion(run_id="other", step=0)):
+        for version in (WeightVersion(run_id="r", step=5), WeightVersion()):
             await generate(stub, request_for(rewards=[], min_weight_version=version))
-        for version in (WeightVersion(run_id="r", step=6), WeightVersion(run_id="other", step=1)):
+        for version in (WeightVersion(run_id="r", step=6), WeightVersion(run_id="other", step=0)):
             with pytest.raises(FailedPrecondition, match="run 'r' step 5"):
                 await generate(stub, request_for(rewards=[], min_weight_version=version))
 

@@ -226,6 +226,19 @@ async def test_a_late_worker_catches_up(engines, executor, changed):
         assert live(engines[1]) == expected(changed)
 
 
+async def test_a_worker_of_another_run_gets_every_tensor(engines, executor, weights, changed):
+    name = next(name for name in weights if name.endswith("to_q.weight"))
+    async with fleet_of(engines[:1], executor) as fleet:
+        await fleet.publish(weights, 0)
+        await fleet.until(lambda status: status.workers[0].report.weight_version.run_id == RUN)
+        late = await fleet.add(engines[1])
+        late.receiver.version = WeightVersion(run_id="an earlier run", step=9)
+        engines[1].weight_views("transformer")["proj_out.weight"][0].zero_()
+        assert (await fleet.publish({name: changed[name]}, 1)).updated == ["w0"]
+        assert (await asyncio.to_thread(fleet.sender.catch_up)).updated == ["w1"]
+        assert live(engines[0]) == live(engines[1]) == expected({**weights, name: changed[name]})
+
+
 async def test_messages_of_an_old_epoch_are_refused(engines, executor, changed):
     async with fleet_of(engines[:1], executor) as fleet:
         report = await fleet.publish(changed, 1)

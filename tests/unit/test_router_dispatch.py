@@ -103,8 +103,9 @@ async def test_a_requeued_prompt_keeps_its_place(registry, dispatcher):
         (("run", 3), ("run", 2), True),
         (("run", 1), ("run", 2), False),
         (("other", 9), ("run", 2), False),
-        (("other", 9), ("run", 0), True),
-        (("", 0), ("run", 0), True),
+        (("other", 9), ("run", 0), False),
+        (("", 0), ("run", 0), False),
+        (("other", 9), ("", 0), True),
     ],
 )
 async def test_min_weight_version(registry, dispatcher, have, want, served):

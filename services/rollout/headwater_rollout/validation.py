@@ -9,6 +9,7 @@ from headwater.common.v1.sample_pb2 import WeightVersion
 from headwater.errors import FailedPrecondition, InvalidArgument
 from headwater.rollout.v1.rollout_pb2 import GenerateGroupRequest, PublishMode
 from headwater.stream.keys import MAX_ENTRY_BYTES, check_id
+from headwater.versions import satisfies
 from headwater_rollout import filters
 
 MAX_PROMPT_BYTES = 8 * 1024
@@ -64,11 +65,8 @@ def check_rewards(specs: Sequence[RewardSpec]) -> None:
 
 
 def check_freshness(wanted: WeightVersion, have: WeightVersion) -> None:
-    """Raise `FailedPrecondition` when weights at least as new as `wanted` are asked for and `have` is not.
-
-    Steps of different runs do not compare; step 0 means the weights as loaded, which any version satisfies.
-    """
-    if wanted.step == 0 or (have.run_id == wanted.run_id and have.step >= wanted.step):
+    """Raise `FailedPrecondition` when weights at least as new as `wanted` are asked for and `have` is not."""
+    if satisfies(have, wanted):
         return
     raise FailedPrecondition(
         f"the weights here are of run {have.run_id!r} step {have.step}; the request needs run {wanted.run_id!r} "

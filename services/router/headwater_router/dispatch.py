@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from headwater.common.v1.sample_pb2 import WeightVersion
 from headwater.errors import HeadwaterError
+from headwater.versions import satisfies
 from headwater_router.registry import Worker
 
 
@@ -34,16 +35,12 @@ class Ticket:
         multiple = max(1, info.size_multiple_px)
         if self.height_px % multiple or self.width_px % multiple:
             return f"makes multiples of {multiple} px only"
-        if self.min_weight_version is not None and not _fresh(report.weight_version, self.min_weight_version):
+        if self.min_weight_version is not None and not satisfies(report.weight_version, self.min_weight_version):
             have, want = report.weight_version, self.min_weight_version
             return f"has weights {have.run_id!r} step {have.step}, the prompt needs {want.run_id!r} step {want.step}"
         if self.failed_on.get(worker.lease_id, -1) >= worker.heartbeats:
             return "has just failed this prompt"
         return ""
-
-
-def _fresh(have: WeightVersion, want: WeightVersion) -> bool:
-    return have.step >= want.step and (want.step == 0 or have.run_id == want.run_id)
 
 
 class Dispatcher:

@@ -58,25 +58,35 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._host = host or local_address(router_address.rpartition(":")[0].replace("localhost", "127.0.0.1"))
         self._epoch = 0
-        self._published: tuple[dict[str, torch.Tensor], int] | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._step = 0
 
     def publish(self, named_tensors: Mapping[str, torch.Tensor], step: int) -> UpdateReport:
-        """Send `named_tensors` (diffusers name → value) to every worker as version `step` of the run.
+        """Send `named_tensors` (diffusers name → value) as version `step` of the run.
 
-        The tensors are kept until the next call, so that late workers can catch up: do not write into them.
+        The first call must hold every tensor of the component and goes to every worker; a later one may hold only what
+        has changed, and goes to the workers that serve this run. The others are left to `catch_up`, for which the
+        tensors are kept: do not write into them.
         """
-        self._published = (dict(named_tensors), step)
-        return self._update(lambda worker: worker.report.state in _RECEIVING_STATES)
+        first = not self._tensors
+        self._tensors |= named_tensors
+        self._step = step
+        return self._update(lambda worker: _can_receive(worker) and (first or self._serves_run(worker)), named_tensors)
 
     def catch_up(self) -> UpdateReport | None:
-        """Send the last published weights to the workers that do not serve them; None when there are none."""
-        if self._published is None:
+        """Send every tensor to the workers that do not serve the last version; None when all do."""
+        version = WeightVersion(run_id=self._run_id, step=self._step)
+
+        def behind(worker: router_pb2.WorkerStatus) -> bool:
+            quarantined = worker.report.state == WorkerState.WORKER_STATE_QUARANTINED
+            return _can_receive(worker) and (quarantined or worker.report.weight_version != version)
+
+        if not self._tensors or not any(behind(worker) for worker in self._status().workers):
             return None
-        version = WeightVersion(run_id=self._run_id, step=self._published[1])
-        behind = _not_serving(version)
-        if not any(behind(worker) for worker in self._status().workers):
-            return None
-        return self._update(behind)
+        return self._update(behind, self._tensors)
+
+    def _serves_run(self, worker: router_pb2.WorkerStatus) -> bool:
+        return worker.report.weight_version.run_id == self._run_id
 
     def close(self) -> None:
         """Close the channel to the router."""
@@ -88,18 +98,18 @@ class WeightSender:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
-    def _update(self, wanted: Callable[[router_pb2.WorkerStatus], bool]) -> UpdateReport:
+    def _update(
+        self, wanted: Callable[[router_pb2.WorkerStatus], bool], tensors: Mapping[str, torch.Tensor]
+    ) -> UpdateReport:
         """Push to the wanted workers: by process group first, over gRPC streams when no group works."""
-        assert self._published is not None
-        tensors, step = self._published
         started = time.monotonic()
-        report = UpdateReport(step)
+        report = UpdateReport(self._step)
         workers = [open_receiver(worker) for worker in self._status().workers if wanted(worker)]
         try:
             for transport in (group_transport(workers), Transport.TRANSPORT_GRPC):
                 pending = [worker for worker in workers if worker.worker_id not in (*report.updated, *report.lost)]
                 if pending:
-                    self._attempt(tensors, step, pending, transport, report)
+                    self._attempt(tensors, pending, transport, report)
         finally:
             for worker in workers:
                 worker.channel.close()
@@ -109,14 +119,13 @@ class WeightSender:
     def _attempt(
         self,
         tensors: Mapping[str, torch.Tensor],
-        step: int,
         workers: list[Receiver],
         transport: "Transport.ValueType",
         report: UpdateReport,
     ) -> None:
         """One epoch. Workers that it updates enter `report.updated`; after the last transport the others are lost."""
         self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)  # newer than those of an earlier process, too
-        version = WeightVersion(run_id=self._run_id, step=step)
+        version = WeightVersion(run_id=self._run_id, step=self._step)
         epoch = WeightEpoch(
             self._epoch, version, self._component, workers, transport,
             host=self._host, timeout_s=self._timeout_s, bucket_bytes=self._bucket_bytes,
@@ -129,7 +138,7 @@ class WeightSender:
             if worker.error is None:
                 report.updated.append(worker.worker_id)
                 continue
-            log.warning("weights step=%d worker=%s: %s", step, worker.worker_id, worker.error)
+            log.warning("weights step=%d worker=%s: %s", self._step, worker.worker_id, worker.error)
             if transport == Transport.TRANSPORT_GRPC or isinstance(worker.error, DataLoss):
                 report.lost[worker.worker_id] = str(worker.error)
                 self._quarantine(worker)
@@ -142,10 +151,5 @@ class WeightSender:
             log.warning("quarantine of %s: %s", worker.worker_id, from_rpc_error(error))
 
 
-def _not_serving(version: WeightVersion) -> Callable[[router_pb2.WorkerStatus], bool]:
-    def behind(worker: router_pb2.WorkerStatus) -> bool:
-        return worker.report.state in _RECEIVING_STATES and (
-            worker.report.weight_version != version or worker.report.state == WorkerState.WORKER_STATE_QUARANTINED
-        )
-
-    return behind
+def _can_receive(worker: router_pb2.WorkerStatus) -> bool:
+    return worker.report.state in _RECEIVING_STATES

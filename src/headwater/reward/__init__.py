@@ -1,0 +1,1 @@
+"""Protocol of the reward area, generated from protos/."""

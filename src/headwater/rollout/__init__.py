@@ -1,0 +1,1 @@
+"""Protocol of the rollout area, generated from protos/."""

@@ -1,0 +1,1 @@
+"""Protocol of the common area, generated from protos/."""

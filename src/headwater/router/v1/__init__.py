@@ -1,0 +1,1 @@
+"""Protocol of the router area, generated from protos/."""

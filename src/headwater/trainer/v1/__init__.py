@@ -1,0 +1,1 @@
+"""Protocol of the trainer area, generated from protos/."""
