@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headwater.errors import InvalidArgument
 from headwater.supervisor.checks import check_ports_free, check_redis, serves
+from headwater.supervisor.gpus import assign, visible_gpus
 from headwater.supervisor.process import ServiceSpec
 from headwater.supervisor.supervisor import Supervisor
 from headwater.supervisor.valkey import STREAM_DATABASE, valkey_spec
@@ -84,6 +85,7 @@ class Stack:
         self.ports = Ports(options.port_base)
         self.embedded_redis = options.redis_url is None
         self.redis_url = options.redis_url or f"redis://{HOST}:{self.ports.redis}/{STREAM_DATABASE}"
+        self._trainer_gpus, self._worker_gpus = assign(visible_gpus(), options.trainer_ranks, options.rollout_workers)
 
     def start(self, supervisor: Supervisor) -> None:
         """Check ports and Redis, start everything, wait until it serves. Raises what `wait_ready` raises."""
@@ -119,7 +121,8 @@ class Stack:
             "--model", str(self.options.model), "--engine", self.options.engine, "--precision", self.options.precision,
             "--redis", self.redis_url, "--blob-root", str(self.run_dir / "blobs"), "--worker-id", name,
         )  # fmt: skip
-        return _spec(name, address, command, self._threads(), ready_timeout_s=300.0)
+        env = {**self._threads(), **self._worker_gpus[index]}
+        return _spec(name, address, command, env, ready_timeout_s=300.0)
 
     def trainer_spec(self) -> ServiceSpec:
         """The trainer: one process, or ranks below torchrun."""
@@ -133,7 +136,8 @@ class Stack:
             "--redis", self.redis_url, "--blob-root", str(self.run_dir / "blobs"),
             "--output-dir", str(self.run_dir / "trainer"),
         )  # fmt: skip
-        return _spec("trainer", self.ports.trainer, command, self._threads(ranks), ready_timeout_s=300.0)
+        env = {**self._threads(ranks), **self._trainer_gpus}
+        return _spec("trainer", self.ports.trainer, command, env, ready_timeout_s=300.0)
 
     def _threads(self, processes: int = 1) -> dict[str, str]:
         """Each process may use all cores: rollout and trainer mostly take turns."""
