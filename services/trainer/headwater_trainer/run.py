@@ -33,7 +33,9 @@ from headwater_trainer.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
 
-_CATCH_UP_INTERVAL_S = 5.0  # longer than heartbeats, by which the router learns of an update
+# Late workers are looked for while there is nothing to do, but not before heartbeats have told of the last update ...
+_HEARTBEAT_S, _CATCH_UP_INTERVAL_S = 2.0, 5.0
+_LONGEST_CATCH_UP_INTERVAL_S = 10.0  # ... and before an update when there always is something to do
 
 
 @dataclass
@@ -74,7 +76,7 @@ class _Run:
         self._folder = run_folder(recipe, request.run_id, config.output_dir)
         self._source: StreamSource | None = None
         self._sender: WeightSender | None = None
-        self._caught_up_at = 0.0
+        self._caught_up_at = self._published_at = time.monotonic()
 
     def setup(self) -> None:
         """Load, restore, publish the present weights, and begin to read and feed."""
@@ -116,7 +118,7 @@ class _Run:
         self._sender = WeightSender(config.router, run_id, check_model(recipe).components[0])
         self._source = StreamSource(
             recipe, run_id, stream, store, feeder, self._frontend.background,
-            asked=self._asked, idle=self._catch_up, notice=self._notice, wait_limit_s=config.wait_limit_s,
+            asked=self._asked, idle=self._idle, notice=self._notice, wait_limit_s=config.wait_limit_s,
         )  # fmt: skip
 
     def _start_source(self) -> None:
@@ -137,7 +139,10 @@ class _Run:
         def send() -> None:
             assert self._sender is not None
             assert self._frontend is not None
+            if not everything and time.monotonic() - self._caught_up_at > _LONGEST_CATCH_UP_INTERVAL_S:
+                self._catch_up()
             report = self._sender.publish(weights, step)
+            self._published_at = time.monotonic()
             for worker, why in report.lost.items():
                 self._notice("WORKER_LOST", f"{worker} did not take the weights of step {step}: {why}")
             log.info(
@@ -146,15 +151,17 @@ class _Run:
                 report.seconds,
             )  # fmt: skip
             self._frontend.record.set_progress(step, step)
-            self._caught_up_at = time.monotonic()
 
         self._ranks.first_only(f"send the weights of step {step} to the workers", send)
 
+    def _idle(self) -> None:
+        now = time.monotonic()
+        if now - self._published_at > _HEARTBEAT_S and now - self._caught_up_at > _CATCH_UP_INTERVAL_S:
+            self._catch_up()
+
     def _catch_up(self) -> None:
-        """Bring late workers to the present weights; a router that does not answer is waited for elsewhere."""
+        """Bring late workers to the last published weights; a router that does not answer is waited for elsewhere."""
         assert self._sender is not None
-        if time.monotonic() - self._caught_up_at < _CATCH_UP_INTERVAL_S:
-            return
         try:
             report = self._sender.catch_up()
         except HeadwaterError as error:

@@ -1,0 +1,244 @@
+"""Single steps on one rank in this process: data that cannot be used, numbers that are not finite, guidance."""
+
+import pytest
+import torch
+from headwater_trainer.batch import assign_advantages, load_batch, split_groups, train_rewards
+from headwater_trainer.groups import Cursor, GroupBatch, SharedSource, Signal
+from headwater_trainer.model import load_policy
+from headwater_trainer.objectives import make_objective
+from headwater_trainer.optimizer import make_optimizer
+from headwater_trainer.pairs import pairs_of
+from headwater_trainer.ranks import RunFailed, join
+from headwater_trainer.train import Hooks, Trainer, train
+from recorded import make_groups
+
+from headwater.config.load import parse_recipe
+from headwater.diffusion import families, tiny_sd3
+from headwater.errors import DataLoss
+from headwater.tensors import torch_codec
+from headwater.tensors.blobs import BlobStore
+
+RECIPE = """
+[model]
+path = "{model}"
+[sampling]
+steps = 5
+height_px = 64
+width_px = 64
+window_size = 2
+[prompts]
+texts = ["a red circle"]
+[[rewards]]
+name = "first"
+[train]
+steps = 1
+groups_per_step = 2
+group_size = 3
+micro_batch_size = 3
+[optimizer]
+lr = 1e-2
+"""
+LORA = "[lora]\nrank = 2\nalpha = 4.0\n"
+
+
+class OneBatch:
+    """One batch, then whatever a test wants."""
+
+    def __init__(self, groups):
+        self.groups, self.failed = groups, {}
+
+    def take(self, step):
+        if isinstance(self.groups, Exception):
+            raise self.groups
+        return GroupBatch(self.groups, dropped=2)
+
+    def fail(self, group_id, reason):
+        self.failed[group_id] = reason
+
+    def trained(self, step):
+        pass
+
+    def cursor(self):
+        return Cursor()
+
+    def settle(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with join("cpu", 30.0) as joined:
+        yield joined
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_sd3.build(tmp_path_factory.mktemp("models") / "tiny-stable-diffusion-3-medium")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return BlobStore(str(tmp_path))
+
+
+def make_trainer(text, model, store, ranks, change=lambda groups: None):
+    recipe = parse_recipe(RECIPE.format(model=model) + text)
+    groups = make_groups(recipe, store, "run", 2)
+    change(groups)
+    policy = load_policy(recipe, families.resolve(model), ranks)
+    source, notices, reports = OneBatch(groups), [], []
+    t = Trainer(
+        recipe, policy, make_objective(recipe), make_optimizer(policy, recipe.optimizer), SharedSource(source, ranks),
+        store.get, ranks,
+        Hooks(notice=lambda reason, message: notices.append((reason, message)), report=lambda _, v: reports.append(v)),
+    )  # fmt: skip
+    return t, source, notices, reports
+
+
+@pytest.mark.parametrize("text", [LORA, ""])
+def test_a_step_changes_what_it_publishes_and_nothing_else(text, model, store, ranks):
+    t, _, notices, reports = make_trainer(text, model, store, ranks)
+    before_changed, before_all = t.policy.changed_weights(), t.policy.all_weights()
+    original = families.resolve(model).load_component(model, "transformer", torch.float32).state_dict()
+    assert before_all.keys() == {name for name in original if name != "pos_embed.pos_embed"}
+    assert all(torch.equal(value, original[name]) for name, value in before_all.items())
+    assert train(t)
+    after_changed, after_all = t.policy.changed_weights(), t.policy.all_weights()
+    changed = [name for name, value in before_changed.items() if not torch.equal(after_changed[name], value)]
+    assert len(changed) > len(before_changed) / 2  # all but those that this model's output does not depend on
+    untouched = before_all.keys() - before_changed.keys()
+    assert bool(untouched) == bool(text)
+    assert all(torch.equal(after_all[name], before_all[name]) for name in untouched)
+    assert notices == []
+    assert reports[0]["pairs"] == 12
+    assert reports[0]["groups/dropped"] == 2
+    assert reports[0]["zero_variance/share"] == 0.5
+
+
+def test_lora_is_published_merged(model, store, ranks):
+    t, *_ = make_trainer(LORA, model, store, ranks)
+    train(t)
+    name = "transformer_blocks.0.attn.to_q"
+    layer = t.policy.module.get_submodule(name)
+    x = torch.randn(3, 64)
+    full = {part: dict(t.policy.module.named_parameters())[f"{name}.{part}"].full_tensor() for part in
+            ("base_layer.weight", "lora_A.default.weight", "lora_B.default.weight")}  # fmt: skip
+    adapted = (
+        x @ full["base_layer.weight"].T + 2.0 * (x @ full["lora_A.default.weight"].T) @ full["lora_B.default.weight"].T
+    )
+    merged = x @ t.policy.changed_weights()[f"{name}.weight"].T
+    assert layer.scaling["default"] == 2.0
+    torch.testing.assert_close(merged, adapted)
+    assert not torch.allclose(merged, x @ full["base_layer.weight"].T)
+
+
+def test_a_group_with_a_missing_blob_is_left_out_and_reported(model, store, ranks):
+    t, source, notices, reports = make_trainer("", model, store, ranks)
+    store.delete("run/groups/g00000000.bin")
+    assert train(t)
+    assert list(source.failed) == ["g00000000"]
+    assert notices[0][0] == "GROUP_UNUSABLE"
+    assert "no blob 'run/groups/g00000000.bin'" in notices[0][1]
+    assert (reports[0]["groups"], reports[0]["groups/unusable"], reports[0]["pairs"]) == (1, 1, 6)
+
+
+def test_a_reward_that_is_not_finite_is_never_trained_on(model, store, ranks):
+    def poison(groups):
+        for group in groups:
+            group.samples[1].rewards[0].value = float("nan")
+
+    t, source, notices, reports = make_trainer("", model, store, ranks, poison)
+    before = t.policy.changed_weights()
+    assert train(t)
+    assert set(source.failed) == {"g00000000", "g00000001"}
+    assert [reason for reason, _ in notices] == ["GROUP_UNUSABLE", "GROUP_UNUSABLE", "STEP_SKIPPED"]
+    assert all(torch.equal(value, before[name]) for name, value in t.policy.changed_weights().items())
+    assert reports[0]["steps/skipped"] == 1
+
+
+def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks):
+    def poison(groups):
+        log_probs = groups[0].samples[0].trajectory.log_probs
+        log_probs.CopyFrom(torch_codec.encode(torch.tensor([-1e6, -1e6])))  # a ratio of infinity
+        groups[0].samples[0].rewards[0].value = -10.0
+
+    t, _, notices, reports = make_trainer("", model, store, ranks, poison)
+    before = t.policy.changed_weights()
+    assert train(t)
+    assert [reason for reason, _ in notices] == ["STEP_SKIPPED"]
+    assert (t.state.updates, t.state.skipped, reports[0]["steps/skipped"]) == (0, 1, 1)
+    assert all(torch.equal(value, before[name]) for name, value in t.policy.changed_weights().items())
+
+
+def test_a_failing_source_ends_the_run_with_its_message(model, store, ranks):
+    t, source, *_ = make_trainer(LORA, model, store, ranks)
+    source.groups = ValueError("the stream is gone")
+    with pytest.raises(RunFailed, match="the stream is gone"):
+        train(t)
+
+
+def test_stop_ends_and_save_saves(model, store, ranks):
+    t, source, *_ = make_trainer(LORA, model, store, ranks)
+    answers, saved = [Signal.SAVE, Signal.WAIT, Signal.STOP], []
+    source.take = lambda step: answers.pop(0)
+    t.hooks.save = lambda: saved.append(t.state.step)
+    assert train(t) is False
+    assert saved == [0]
+
+
+def test_guidance_enters_the_velocity(model, store, ranks):
+    guided, guided_source, _, reports = make_trainer(LORA, model, store, ranks)
+    recipe = parse_recipe(
+        RECIPE.format(model=model).replace("window_size = 2", "window_size = 2\nguidance_scale = 4.0")
+    )
+    guided.recipe, guided_source.groups = recipe, make_groups(recipe, store, "guided", 2)
+    guided.policy.guidance_scale = 4.0
+    assert train(guided)
+    assert reports[0]["log_prob_drift/max"] == 0.0  # only the guided velocity gives the recorded log-probs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.latent_positions.pop(), "rows"),
+        (lambda t: t.log_probs.CopyFrom(torch_codec.encode(torch.tensor([0.0, float("nan")]))), "not finite"),
+        (lambda t: t.trained_steps.__setitem__(0, 4), "around step 4"),
+        (lambda t: setattr(t, "conditioning_id", "x"), "conditioning 'x'"),
+    ],
+)
+def test_a_damaged_trajectory_is_refused_with_the_reason(change, message, model, store):
+    group = make_groups(parse_recipe(RECIPE.format(model=model)), store, "run", 1)[0]
+    trajectory = group.samples[0].trajectory
+    if trajectory.trained_steps[0] + 1 == 4:
+        trajectory.trained_steps[:] = [2, 3]
+    change(trajectory)
+    with pytest.raises(DataLoss, match=message):
+        pairs_of(group, [0], store.get)
+
+
+def test_pairs_are_ordered_by_step_and_sample_as_the_engine_ran_them(model, store):
+    group = make_groups(parse_recipe(RECIPE.format(model=model)), store, "run", 1)[0]
+    first = group.samples[0].trajectory.trained_steps[0]
+    found = [(pair.step, pair.sample_index) for pair in pairs_of(group, [0, 1, 2], store.get)]
+    assert found == [(step, sample) for step in (first, first + 1) for sample in (0, 1, 2)]
+
+
+def test_advantages_belong_to_their_samples(model, store, ranks):
+    recipe = parse_recipe(RECIPE.format(model=model))
+    groups = make_groups(recipe, store, "run", 2)
+    batch = load_batch(groups, 1, store.get, ranks, lambda group_id, reason: None)
+    assign_advantages(batch, recipe)
+    for group in groups:
+        rewards = train_rewards(group)["first"]
+        best = max(range(3), key=rewards.__getitem__)
+        own = [pair for pair in batch.shares[0] if pair.group_id == group.group_id]
+        assert max(own, key=lambda pair: pair.advantage).sample_index == best
+        assert sum(pair.advantage for pair in own) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("count", "updates", "sizes"), [(6, 3, [2, 2, 2]), (5, 2, [2, 3]), (1, 3, [1])])
+def test_groups_are_split_evenly_over_updates(count, updates, sizes):
+    assert [len(part) for part in split_groups(list(range(count)), updates)] == sizes
