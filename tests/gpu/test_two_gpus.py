@@ -12,6 +12,7 @@ from headwater_trainer.weight_sender import WeightSender
 from headwater.diffusion import families
 from headwater.supervisor.stack import Stack, StackOptions
 from headwater.supervisor.supervisor import Supervisor
+from headwater.supervisor.valkey import valkey_spec
 
 pytestmark = pytest.mark.two_gpus
 
@@ -21,8 +22,9 @@ def test_nccl_updates_are_verified_and_fast(model, tmp_path):
     weights = families.resolve(model).load_component(model, "transformer", torch.float32).to("cuda:0")
     tensors = {name: parameter.detach() for name, parameter in weights.named_parameters()}
     with Supervisor(tmp_path) as supervisor:
-        supervisor.wait_ready([supervisor.start(stack.router_spec()), supervisor.start(stack.reward_spec())])
-        supervisor.wait_ready([supervisor.start(stack.rollout_spec(0))])
+        valkey = valkey_spec(tmp_path / "valkey", stack.ports.redis)
+        for specs in ((valkey,), (stack.router_spec(), stack.reward_spec()), (stack.rollout_spec(0),)):
+            supervisor.wait_ready([supervisor.start(spec) for spec in specs])
         sender = WeightSender(stack.ports.router, "nccl", "transformer", timeout_s=60)
         deadline = time.monotonic() + 30
         while not (report := sender.publish(tensors, 0)).updated:

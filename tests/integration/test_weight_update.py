@@ -154,6 +154,12 @@ async def test_an_update_reaches_every_worker_and_changes_what_it_makes(engines,
         await fleet.until(lambda status: all(w.report.weight_version == version for w in status.workers))
 
 
+async def test_an_update_right_after_another_misses_nobody(engines, executor, weights, changed):
+    async with fleet_of(engines, executor) as fleet:
+        await fleet.publish(weights, 0)
+        assert (await fleet.publish(changed, 1)).updated == ["w0", "w1"]  # the router has not heard of step 0 yet
+
+
 async def test_a_subset_of_the_tensors_leaves_the_others_alone(engines, executor, weights, changed):
     name = next(name for name in weights if name.endswith("to_q.weight"))
     async with fleet_of(engines[:1], executor) as fleet:

@@ -101,7 +101,9 @@ class RolloutServicer(RolloutServiceServicer):
     async def GetWeights(
         self, request: rollout_pb2.GetWeightsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.GetWeightsResponse:
-        """Fingerprints of live tensors, all of one version."""
+        """Fingerprints of live tensors, all of one version; names and shapes alone wait for nothing."""
+        if request.specs_only:
+            return self._receiver.get_weights(request)
         async with self._lock:
             return await asyncio.to_thread(self._receiver.get_weights, request)
 

@@ -13,7 +13,7 @@ from headwater.common.v1.sample_pb2 import WeightVersion
 from headwater.common.v1.tensor_pb2 import TensorSpec
 from headwater.errors import DataLoss, HeadwaterError, Unavailable, duration
 from headwater.rollout.v1 import rollout_pb2_grpc, weights_pb2
-from headwater.rollout.v1.rollout_pb2 import GetWeightsRequest
+from headwater.rollout.v1.rollout_pb2 import GetWeightsRequest, GetWorkerInfoResponse
 from headwater.rollout.v1.weights_pb2 import Transport, WeightPlan
 from headwater.router.v1 import router_pb2
 from headwater.rpc.channel import sync_channel
@@ -32,8 +32,7 @@ class Receiver:
     """One worker, with its channel open for the time of an update, and why it failed, if it did."""
 
     worker_id: str
-    device: str
-    rank_count: int
+    info: GetWorkerInfoResponse
     channel: grpc.Channel
     stub: rollout_pb2_grpc.RolloutServiceStub
     error: HeadwaterError | None = None
@@ -43,12 +42,24 @@ def open_receiver(worker: router_pb2.WorkerStatus) -> Receiver:
     """Open a channel to a worker; the caller closes it."""
     channel = sync_channel(worker.address)
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-    return Receiver(worker.worker_id, worker.info.device, max(1, worker.info.engine_rank_count), channel, stub)
+    return Receiver(worker.worker_id, worker.info, channel, stub)
+
+
+def call_all(workers: Sequence[Receiver], start: Callable[[Receiver], grpc.Future]) -> dict[str, Any]:
+    """Call every worker that has not failed, in parallel; replies by worker id. Failures go to `worker.error`."""
+    calls = [(worker, start(worker)) for worker in workers if worker.error is None]
+    replies = {}
+    for worker, call in calls:
+        try:
+            replies[worker.worker_id] = call.result()
+        except grpc.RpcError as error:
+            worker.error = from_rpc_error(error)
+    return replies
 
 
 def group_transport(workers: Sequence[Receiver]) -> "Transport.ValueType":
     """NCCL when every end has a GPU, else gloo."""
-    on_gpu = torch.cuda.is_available() and all(worker.device.startswith("cuda") for worker in workers)
+    on_gpu = torch.cuda.is_available() and all(worker.info.device.startswith("cuda") for worker in workers)
     return Transport.TRANSPORT_NCCL if on_gpu else Transport.TRANSPORT_GLOO
 
 
@@ -83,7 +94,9 @@ class WeightEpoch:
     def _plan(self, tensors: Mapping[str, torch.Tensor]) -> WeightPlan | None:
         """A plan in the dtypes that the first worker to answer holds; the others check it at Begin."""
         request = GetWeightsRequest(component=self._component, specs_only=True)
-        replies = self._call_all(lambda worker: worker.stub.GetWeights.future(request, timeout=self._timeout_s))
+        replies = call_all(
+            self._workers, lambda worker: worker.stub.GetWeights.future(request, timeout=self._timeout_s)
+        )
         if not replies:
             return None
         held = {tensor.name: tensor.spec.dtype for tensor in next(iter(replies.values())).tensors}
@@ -108,7 +121,7 @@ class WeightEpoch:
             transport=self._transport,
             host=self._host,
             port=store.port if store else 0,
-            world_size=1 + sum(worker.rank_count for worker in self._workers),
+            world_size=1 + sum(_ranks(worker) for worker in self._workers if worker.error is None),
             group_name=f"headwater-{plan.epoch}",
             timeout=duration(self._timeout_s),
         )
@@ -133,16 +146,18 @@ class WeightEpoch:
                 group.close()
 
     def _begin(self, plan: WeightPlan, rendezvous: weights_pb2.Rendezvous) -> None:
+        reached = [worker for worker in self._workers if worker.error is None]
         requests, rank = {}, 1
-        for worker in self._workers:
+        for worker in reached:
             request = weights_pb2.BeginWeightUpdateRequest(plan=plan, rendezvous=rendezvous)
             request.rendezvous.first_rank = rank
-            rank += worker.rank_count
+            rank += _ranks(worker)
             requests[worker.worker_id] = request
-        self._call_all(
-            lambda worker: worker.stub.BeginWeightUpdate.future(requests[worker.worker_id], timeout=self._timeout_s)
+        call_all(
+            self._workers,
+            lambda worker: worker.stub.BeginWeightUpdate.future(requests[worker.worker_id], timeout=self._timeout_s),
         )
-        refused = next((worker for worker in self._workers if worker.error), None)
+        refused = next((worker for worker in reached if worker.error), None)
         if self._grouped and refused is not None:  # the group would wait for it: nobody joins, all try without a group
             self._fail_all(Unavailable(f"no group was formed: {refused.worker_id} refused: {refused.error}"))
 
@@ -157,11 +172,11 @@ class WeightEpoch:
             return worker.stub.ReceiveWeights.future(chunks, timeout=self._timeout_s)
 
         if group is None:
-            self._call_all(start)
+            call_all(self._workers, start)
         else:
             with ThreadPoolExecutor(1) as pool:
                 sending = pool.submit(group.broadcast, buffer)
-                self._call_all(start)
+                call_all(self._workers, start)
                 sending.result()
         return [
             weights_pb2.TensorFingerprint(name=name, value=fingerprint(view))
@@ -172,7 +187,9 @@ class WeightEpoch:
         request = weights_pb2.CommitWeightUpdateRequest(epoch=plan.epoch, expected=expected)
         # A worker finishes the group it is generating before it swaps: that may take longer than a control call.
         patience_s = 20 * self._timeout_s
-        replies = self._call_all(lambda worker: worker.stub.CommitWeightUpdate.future(request, timeout=patience_s))
+        replies = call_all(
+            self._workers, lambda worker: worker.stub.CommitWeightUpdate.future(request, timeout=patience_s)
+        )
         wanted = [(item.name, item.value) for item in expected]
         for worker in self._workers:
             reply = replies.get(worker.worker_id)
@@ -190,16 +207,10 @@ class WeightEpoch:
         for worker in self._workers:
             worker.error = worker.error or error
 
-    def _call_all(self, start: Callable[[Receiver], grpc.Future]) -> dict[str, Any]:
-        """Call every worker that has not failed, in parallel; failures are noted in `worker.error`."""
-        calls = [(worker, start(worker)) for worker in self._workers if worker.error is None]
-        replies = {}
-        for worker, call in calls:
-            try:
-                replies[worker.worker_id] = call.result()
-            except grpc.RpcError as error:
-                worker.error = from_rpc_error(error)
-        return replies
+
+def _ranks(worker: Receiver) -> int:
+    """Engine ranks that join the group."""
+    return max(1, worker.info.engine_rank_count)
 
 
 def _chunks(epoch: int, bucket: int, buffer: torch.Tensor | None) -> Iterator[weights_pb2.ReceiveWeightsRequest]:

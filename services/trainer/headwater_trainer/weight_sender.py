@@ -1,8 +1,9 @@
 """Which workers get which weights, and what happens to those that cannot take them."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import grpc
@@ -10,14 +11,14 @@ import torch
 
 from headwater.common.v1.sample_pb2 import WeightVersion
 from headwater.errors import DataLoss
-from headwater.rollout.v1.rollout_pb2 import WorkerState
+from headwater.rollout.v1.rollout_pb2 import GetWorkerInfoRequest, WorkerState
 from headwater.rollout.v1.weights_pb2 import Transport
 from headwater.router.v1 import router_pb2, router_pb2_grpc
 from headwater.rpc.channel import sync_channel
 from headwater.rpc.errors import from_rpc_error
 from headwater.weights.group import local_address
 from headwater.weights.plan import DEFAULT_BUCKET_BYTES
-from headwater_trainer.weight_epoch import Receiver, WeightEpoch, group_transport, open_receiver
+from headwater_trainer.weight_epoch import Receiver, WeightEpoch, call_all, group_transport, open_receiver
 
 log = logging.getLogger(__name__)
 
@@ -71,48 +72,49 @@ class WeightSender:
         first = not self._tensors
         self._tensors |= named_tensors
         self._step = step
-        return self._update(lambda worker: _can_receive(worker) and (first or self._serves_run(worker)), named_tensors)
+        with self._receivers() as workers:
+            wanted = [w for w in workers if first or w.error or w.info.weight_version.run_id == self._run_id]
+            return self._update(wanted, named_tensors)
 
     def catch_up(self) -> UpdateReport | None:
         """Send every tensor to the workers that do not serve the last version; None when all do."""
-        version = WeightVersion(run_id=self._run_id, step=self._step)
-
-        def behind(worker: router_pb2.WorkerStatus) -> bool:
-            quarantined = worker.report.state == WorkerState.WORKER_STATE_QUARANTINED
-            return _can_receive(worker) and (quarantined or worker.report.weight_version != version)
-
-        if not self._tensors or not any(behind(worker) for worker in self._status().workers):
+        if not self._tensors:
             return None
-        return self._update(behind, self._tensors)
-
-    def _serves_run(self, worker: router_pb2.WorkerStatus) -> bool:
-        return worker.report.weight_version.run_id == self._run_id
+        version = WeightVersion(run_id=self._run_id, step=self._step)
+        with self._receivers() as workers:
+            behind = [w for w in workers if w.error is None and (_quarantined(w) or w.info.weight_version != version)]
+            return self._update(behind, self._tensors) if behind else None
 
     def close(self) -> None:
         """Close the channel to the router."""
         self._router_channel.close()
 
-    def _status(self) -> router_pb2.GetStatusResponse:
+    @contextlib.contextmanager
+    def _receivers(self) -> Iterator[list[Receiver]]:
+        """The workers of the router that take weights, asked themselves: the router's view lags by a heartbeat."""
         try:
-            return self._router.GetStatus(router_pb2.GetStatusRequest(), timeout=self._timeout_s)
+            status = self._router.GetStatus(router_pb2.GetStatusRequest(), timeout=self._timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-
-    def _update(
-        self, wanted: Callable[[router_pb2.WorkerStatus], bool], tensors: Mapping[str, torch.Tensor]
-    ) -> UpdateReport:
-        """Push to the wanted workers: by process group first, over gRPC streams when no group works."""
-        started = time.monotonic()
-        report = UpdateReport(self._step)
-        workers = [open_receiver(worker) for worker in self._status().workers if wanted(worker)]
+        workers = [open_receiver(worker) for worker in status.workers if worker.report.state in _RECEIVING_STATES]
         try:
-            for transport in (group_transport(workers), Transport.TRANSPORT_GRPC):
-                pending = [worker for worker in workers if worker.worker_id not in (*report.updated, *report.lost)]
-                if pending:
-                    self._attempt(tensors, pending, transport, report)
+            request = GetWorkerInfoRequest()
+            infos = call_all(workers, lambda w: w.stub.GetWorkerInfo.future(request, timeout=self._timeout_s))
+            for worker in workers:
+                worker.info = infos.get(worker.worker_id, worker.info)
+            yield workers
         finally:
             for worker in workers:
                 worker.channel.close()
+
+    def _update(self, workers: list[Receiver], tensors: Mapping[str, torch.Tensor]) -> UpdateReport:
+        """Push to workers: by process group first, over gRPC streams when no group works."""
+        started = time.monotonic()
+        report = UpdateReport(self._step)
+        for transport in (group_transport(workers), Transport.TRANSPORT_GRPC):
+            pending = [worker for worker in workers if worker.worker_id not in (*report.updated, *report.lost)]
+            if pending:
+                self._attempt(tensors, pending, transport, report)
         report.seconds = time.monotonic() - started
         return report
 
@@ -151,5 +153,5 @@ class WeightSender:
             log.warning("quarantine of %s: %s", worker.worker_id, from_rpc_error(error))
 
 
-def _can_receive(worker: router_pb2.WorkerStatus) -> bool:
-    return worker.report.state in _RECEIVING_STATES
+def _quarantined(worker: Receiver) -> bool:
+    return worker.info.state == WorkerState.WORKER_STATE_QUARANTINED
