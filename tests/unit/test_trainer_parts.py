@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -6,8 +7,11 @@ from headwater_trainer.config import parse_args
 from headwater_trainer.groups import Cursor
 from headwater_trainer.metrics import MetricsFile
 from headwater_trainer.prompt_order import PromptOrder, group_id_of, sequence_of
+from headwater_trainer.ranks import RunFailed
 from headwater_trainer.runs import RunBoard, RunRecord
+from headwater_trainer.train import check_parity
 
+from headwater.config.load import parse_recipe
 from headwater.config.prompts import PromptItem
 from headwater.errors import FailedPrecondition, NotFound
 from headwater.trainer.v1.trainer_pb2 import Run, RunState, StartRunRequest
@@ -126,3 +130,39 @@ def test_a_deadline_that_cannot_be_is_refused(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--blob-root", "b", "--output-dir", "o", "--wait-limit-s", "-1"])
     assert "--wait-limit-s is -1.0; it must be above 0" in capsys.readouterr().err
+
+
+PARITY_RECIPE = """
+[model]
+path = "m"
+[prompts]
+texts = ["a red circle"]
+[[rewards]]
+name = "color_shape"
+[optimizer]
+lr = 1e-4
+[train]
+steps = 1
+groups_per_step = 1
+group_size = 2
+micro_batch_size = 2
+[objective]
+clip_range = 1e-3
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "values", "refused"),
+    [
+        ("", {"log_prob_drift/max": 6e-4}, True),
+        ("", {"log_prob_drift/max": 4e-4}, False),
+        ("", {"log_prob_drift/max": 1.0, "staleness/max": 1.0}, False),
+        ("max_log_prob_drift = 2.0", {"log_prob_drift/max": 1.0}, False),
+        ("recompute_old_log_prob = true", {"log_prob_drift/max": 1.0}, False),
+        ("", {}, False),
+    ],
+)
+def test_a_run_refuses_to_begin_when_engine_and_trainer_disagree(extra, values, refused):
+    recipe = parse_recipe(PARITY_RECIPE + extra)
+    with pytest.raises(RunFailed, match="disagree by") if refused else contextlib.nullcontext():
+        check_parity(recipe, values)

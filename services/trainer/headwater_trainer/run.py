@@ -33,8 +33,7 @@ from headwater_trainer.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
 
-# Late workers are looked for while there is nothing to do, but not before heartbeats have told of the last update ...
-_HEARTBEAT_S, _CATCH_UP_INTERVAL_S = 2.0, 5.0
+_CATCH_UP_INTERVAL_S = 5.0  # how often late workers are looked for while there is nothing to do ...
 _LONGEST_CATCH_UP_INTERVAL_S = 10.0  # ... and before an update when there always is something to do
 
 
@@ -76,7 +75,7 @@ class _Run:
         self._folder = run_folder(recipe, request.run_id, config.output_dir)
         self._source: StreamSource | None = None
         self._sender: WeightSender | None = None
-        self._caught_up_at = self._published_at = time.monotonic()
+        self._caught_up_at = time.monotonic()
 
     def setup(self) -> None:
         """Load, restore, publish the present weights, and begin to read and feed."""
@@ -142,7 +141,6 @@ class _Run:
             if not everything and time.monotonic() - self._caught_up_at > _LONGEST_CATCH_UP_INTERVAL_S:
                 self._catch_up()
             report = self._sender.publish(weights, step)
-            self._published_at = time.monotonic()
             for worker, why in report.lost.items():
                 self._notice("WORKER_LOST", f"{worker} did not take the weights of step {step}: {why}")
             log.info(
@@ -155,8 +153,7 @@ class _Run:
         self._ranks.first_only(f"send the weights of step {step} to the workers", send)
 
     def _idle(self) -> None:
-        now = time.monotonic()
-        if now - self._published_at > _HEARTBEAT_S and now - self._caught_up_at > _CATCH_UP_INTERVAL_S:
+        if time.monotonic() - self._caught_up_at > _CATCH_UP_INTERVAL_S:
             self._catch_up()
 
     def _catch_up(self) -> None:

@@ -16,7 +16,7 @@ from headwater_trainer.metrics import Accumulator
 from headwater_trainer.model import Policy
 from headwater_trainer.objectives import Objective
 from headwater_trainer.pairs import PairBatch, TrainPair, micro_batches
-from headwater_trainer.ranks import Ranks
+from headwater_trainer.ranks import Ranks, RunFailed
 
 Values = dict[str, float]
 
@@ -48,7 +48,7 @@ class Trainer:
 
 def train(t: Trainer) -> bool:
     """Train until all steps are done; False when stopped before. Raises `RunFailed`, on all ranks alike."""
-    section = t.recipe.train
+    section, begins = t.recipe.train, True
     while t.state.step < section.steps:
         begun = time.monotonic()
         batch = t.source.take(t.state.step)
@@ -59,6 +59,9 @@ def train(t: Trainer) -> bool:
             continue
         received = time.monotonic()
         values = train_step(t, batch)
+        if begins:
+            check_parity(t.recipe, values)
+            begins = False
         trained = time.monotonic()
         t.state.step += 1
         t.hooks.publish(t.state.step)
@@ -68,6 +71,25 @@ def train(t: Trainer) -> bool:
         if section.checkpoint_every and t.state.step % section.checkpoint_every == 0 and t.state.step < section.steps:
             t.hooks.save()
     return True
+
+
+def check_parity(recipe: Recipe, values: Values) -> None:
+    """Refuse to go on when engine and trainer disagree about the same weights: the ratio would be noise.
+
+    Looks at the first step of a process, before its weights are published or saved, and only when every group is from
+    the present weights (otherwise policies differ by intent). Raises `RunFailed`.
+    """
+    objective = recipe.objective
+    limit = objective.max_log_prob_drift or objective.clip_range / 2
+    drift = values.get("log_prob_drift/max", 0.0)
+    if objective.recompute_old_log_prob or values.get("staleness/max", 0.0) > 0 or drift <= limit:
+        return
+    raise RunFailed(
+        f"engine and trainer disagree by {drift:.2g} in log p, the run allows {limit:.2g}. Give rollout workers the "
+        "trainer's precision (--precision) and set train.micro_batch_size to the group size; `headwater parity` shows "
+        "the difference step by step. To train all the same, set objective.recompute_old_log_prob = true or raise "
+        "objective.max_log_prob_drift"
+    )
 
 
 def train_step(t: Trainer, received: GroupBatch) -> Values:

@@ -198,6 +198,8 @@ class ObjectiveSection(Section):
     """Over latent dimensions: the field's mean, whose ratio is the 1/D power of the true one, or the sum."""
     recompute_old_log_prob: bool = False
     """Take old log-probs from the trainer before the first update instead of from the engine."""
+    max_log_prob_drift: PositiveFloat | None = None
+    """Largest |log p of trainer - log p of engine| with which a run may begin; absent: half of clip_range."""
     std_normalization: bool = True
     """Divide advantages by the standard deviation."""
     global_std: bool = False
