@@ -9,6 +9,7 @@ import pytest
 
 # Tests share the machine with the services they start: one thread each is faster than all of them at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("REDIS_URL", None)
 
 _FOLDERS = ("unit", "contract", "integration", "chaos", "gpu")

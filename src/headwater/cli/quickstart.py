@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """The whole tour. Returns 0 when the reward has risen."""
+    """The whole tour. Returns 0 when the reward has risen, 1 when not, 130 when the run was stopped."""
     from headwater.cli import stack as stacks
     from headwater.cli.progress import make_display
     from headwater.supervisor.supervisor import Supervisor
@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             _keep_up(supervisor, stack, display)
     if args.json:
         output.print_json(figures)
+    if figures["state"] != "succeeded":
+        return 130
     return 0 if figures["reward_rises"] else 1
 
 

@@ -139,10 +139,15 @@ class Stack:
         env = {**self._threads(ranks), **self._trainer_gpus}
         return _spec("trainer", self.ports.trainer, command, env, ready_timeout_s=300.0)
 
-    def _threads(self, processes: int = 1) -> dict[str, str]:
-        """Each process may use all cores: rollout and trainer mostly take turns."""
+    def _threads(self, processes: int) -> dict[str, str]:
+        """Rollout and trainer mostly take turns, so that each side may use all cores.
+
+        When they do overlap, threads that spin while they wait (the default of OpenMP) take the cores from those that
+        work: on two cores that makes a run several times slower.
+        """
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes)))}
+        wanted = {"OMP_NUM_THREADS": str(max(1, cores // processes)), "OMP_WAIT_POLICY": "PASSIVE"}
+        return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
     def _used_ports(self) -> dict[str, int]:
         base = self.ports.base
