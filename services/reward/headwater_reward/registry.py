@@ -21,6 +21,7 @@ ENTRY_POINT_GROUP = "headwater.rewards"
 BUILT_IN: Mapping[str, str] = {
     "color_shape": "headwater_reward.rewards.color_shape:ColorShapeReward",
     "ocr": "headwater_reward.rewards.ocr:OcrReward",
+    "tiny-geneval": "headwater_reward.rewards.tiny_geneval:TinyGenevalReward",
 }
 
 
