@@ -121,7 +121,7 @@ class Stack:
             "--model", str(self.options.model), "--engine", self.options.engine, "--precision", self.options.precision,
             "--redis", self.redis_url, "--blob-root", str(self.run_dir / "blobs"), "--worker-id", name,
         )  # fmt: skip
-        env = {**self._threads(), **self._worker_gpus[index]}
+        env = {**self._threads(self.options.rollout_workers), **self._worker_gpus[index]}
         return _spec(name, address, command, env, ready_timeout_s=300.0)
 
     def trainer_spec(self) -> ServiceSpec:
