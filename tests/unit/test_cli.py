@@ -47,6 +47,13 @@ def test_help_takes_less_than_a_second_and_imports_nothing_heavy(command):
     assert "usage: headwater" in done.stdout
 
 
+def test_parity_hands_all_its_arguments_on():
+    done = headwater("parity", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "parity" in done.stdout.splitlines()[0]
+    assert headwater("parity", "--no-such-option").returncode == 2
+
+
 def test_import_headwater_never_imports_torch():
     modules = (
         "headwater, headwater.client, headwater.cli.quickstart, headwater.cli.pictures, headwater.cli.follow, "

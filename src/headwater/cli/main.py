@@ -6,14 +6,17 @@ import sys
 from collections.abc import Sequence
 
 from headwater import __version__
-from headwater.cli import output
+from headwater.cli import output, parity
 
 COMMANDS = ("quickstart", "up", "train", "submit", "status", "parity")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, 1 (it failed), 2 (the caller's mistake) or 130 (Ctrl-C)."""
-    args = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["parity"]:  # has a parser of its own, in the rollout service
+        return parity.run(words[1:])
+    args = build_parser().parse_args(words)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:

@@ -3,17 +3,16 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command; everything behind `parity` goes to `python -m headwater_rollout.parity`."""
-    parser = commands.add_parser("parity", help="compare engine and trainer on the same latents", add_help=False)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=run)
+    """List the command in the help; its arguments are those of `python -m headwater_rollout.parity`."""
+    commands.add_parser("parity", help="compare engine and trainer on the same latents", add_help=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(arguments: Sequence[str]) -> NoReturn:
     """Become the parity program, which prints its own help, figures and errors."""
     sys.stdout.flush()
-    command = [sys.executable, "-m", "headwater_rollout.parity", *args.arguments]
-    os.execv(command[0], command)
+    os.execv(sys.executable, [sys.executable, "-m", "headwater_rollout.parity", *arguments])
