@@ -128,6 +128,10 @@ def near_misses():
     two_tone = picture(("circle", "red", 0.5, 0.5, 0.3))
     two_tone[:, 32:] = picture(("circle", "blue", 0.5, 0.5, 0.3))[:, 32:]
     yield "half of another colour", two_tone, "a red circle"
+    striped = picture(("circle", "red", 0.5, 0.5, 0.3))
+    for column in range(0, 64, 5):
+        striped[:, column : column + 2] = picture(("circle", "blue", 0.5, 0.5, 0.3))[:, column : column + 2]
+    yield "striped", striped, "a red circle"
     touching = cv2.circle(cv2.circle(blank(), (20, 32), 12, red, -1), (43, 32), 12, red, -1)
     yield "two that touch", touching, "a red circle"
     yield "everything red", np.full((64, 64, 3), red, np.uint8), "a red square"

@@ -26,7 +26,7 @@ NOTICE_DISTANCE = 20.0
 EDGE_PX = 2  # width of the frame that tells the background
 OUTLIER = 15.0  # RGB levels: edge pixels further from the plane belong to objects
 MIN_AREA = 0.008  # share of the image; smaller regions are specks
-MAX_OBJECTS = 12  # the largest are examined; the others are only counted
+MAX_OBJECTS = 8  # the largest are examined; the others are only counted
 TEMPLATE_PX, TEMPLATE_AREA = 48, 0.22  # side of the ideal shapes, and their area as a share of the square
 SOFTNESS = 0.08  # blur of the soft ideal shapes, as a share of their size
 # Colours that an object may have without being an answer to any prompt: white, gray, black, brown.
