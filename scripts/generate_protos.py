@@ -17,8 +17,10 @@ def generate(out: Path) -> None:
     """Write *_pb2.py, *_pb2_grpc.py and their stubs for every proto below `out`/headwater."""
     sources = sorted(str(p.relative_to(PROTOS)) for p in PROTOS.rglob("*.proto"))
     well_known = Path(protoc.__file__).parent / "_proto"
+    programs = Path(sys.executable).parent  # the plugins of this very environment, activated or not
+    plugins = [f"--plugin={name}={programs / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     status = protoc.main(
-        ["protoc", f"-I{PROTOS}", f"-I{well_known}", f"--python_out={out}", f"--mypy_out={out}",
+        ["protoc", *plugins, f"-I{PROTOS}", f"-I{well_known}", f"--python_out={out}", f"--mypy_out={out}",
          f"--grpc_python_out={out}", f"--mypy_grpc_out={out}", *sources]
     )  # fmt: skip
     if status != 0:

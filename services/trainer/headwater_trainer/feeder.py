@@ -25,8 +25,8 @@ from headwater.errors import HeadwaterError, Internal, from_item_error
 from headwater.rollout.v1.rollout_pb2 import GroupOutcome, PublishMode
 from headwater.router.v1 import router_pb2, router_pb2_grpc
 from headwater.rpc.channel import aio_channel
-from headwater.rpc.errors import from_rpc_error
 from headwater_trainer.prompt_order import PromptOrder, group_id_of, sequence_of
+from headwater_trainer.worker_watch import Conditions, watch_workers
 
 if TYPE_CHECKING:  # exists in the type stubs only
     from headwater.router.v1.router_pb2_grpc import RouterServiceAsyncStub
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 10.0
 _MAX_BACKOFF_S = 10.0
-_WATCH_INTERVAL_S = 2.0
 _MANY_DROPS = 5  # batches of dropped groups without a kept one before a person is told
 _MAX_ATTEMPTS = 10  # of a group that fails for reasons that are nobody's absence
 _PATIENT = (
@@ -87,7 +86,7 @@ class Feeder:
         self._attempts: defaultdict[int, int] = defaultdict(int)
         self._dropped_total = self._drops_in_a_row = 0
         self._wake = asyncio.Event()
-        self._conditions: dict[str, str] = {}
+        self._conditions = Conditions(notice)
         self._stub: RouterServiceAsyncStub | None = None
         self._task: asyncio.Task[None] | None = None
         self.standing = Standing()
@@ -118,7 +117,7 @@ class Feeder:
         """A broken connection is made again, with backoff; its groups are submitted again."""
         async with aio_channel(self._router) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
-            watching = asyncio.create_task(self._watch_workers(stub))
+            watching = asyncio.create_task(watch_workers(stub, self._conditions))
             delay = 0.2
             try:
                 while self.failure is None:
@@ -126,7 +125,7 @@ class Feeder:
                         await self._session(stub)
                         delay = 0.2
                     except grpc.aio.AioRpcError as error:
-                        self._condition("ROUTER_UNAVAILABLE", f"the router at {self._router}: {error.details()}")
+                        self._conditions.begin("ROUTER_UNAVAILABLE", f"the router at {self._router}: {error.details()}")
                         delay = min(_MAX_BACKOFF_S, delay * 2)
                     await asyncio.sleep(delay)
             except HeadwaterError as error:
@@ -157,7 +156,7 @@ class Feeder:
             router_pb2.SetBudgetRequest(run_id=self._run_id, capacity_groups=self._capacity, charged_group_ids=charged),
             timeout=_CALL_TIMEOUT_S,
         )
-        self._clear_condition("ROUTER_UNAVAILABLE")
+        self._conditions.end("ROUTER_UNAVAILABLE")
         self._queue = sorted(self._in_flight)
         call = stub.SubmitPrompts()  # type: ignore[call-arg]  # the stubs want an iterator; write() works as well
         reading = asyncio.create_task(self._read(call))
@@ -281,39 +280,6 @@ class Feeder:
             await asyncio.shield(stub.SetBudget(request, timeout=2.0))
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             log.info("the budget of %s was not removed: no answer from the router", self._run_id)
-
-    async def _watch_workers(self, stub: "RouterServiceAsyncStub") -> None:
-        """Tell what a person should know of the workers, once when it begins and once when it is over."""
-        while True:
-            try:
-                status = await stub.GetStatus(router_pb2.GetStatusRequest(), timeout=_CALL_TIMEOUT_S)
-                self._note_workers(status.workers)
-            except grpc.aio.AioRpcError as error:
-                log.info("status of the router: %s", from_rpc_error(error))
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-
-    def _note_workers(self, workers: Sequence[router_pb2.WorkerStatus]) -> None:
-        present = {
-            f"{condition.reason} of {worker.worker_id}": (condition.reason, f"{worker.worker_id}: {condition.message}")
-            for worker in workers
-            for condition in worker.report.conditions
-        }
-        if not workers:
-            present["NO_WORKERS"] = ("NO_WORKERS", "no rollout worker is registered at the router; start one")
-        for key, (reason, message) in present.items():
-            self._condition(reason, message, key)
-        for key in [key for key in self._conditions if key not in present and key != "ROUTER_UNAVAILABLE"]:
-            self._clear_condition(key)
-
-    def _condition(self, reason: str, message: str, key: str = "") -> None:
-        if (key or reason) not in self._conditions:
-            self._conditions[key or reason] = reason
-            self._notice(reason, message)
-
-    def _clear_condition(self, key: str) -> None:
-        reason = self._conditions.pop(key, None)
-        if reason is not None:
-            self._notice(f"{reason}_CLEARED", f"{key}: over")
 
     def _tell(self) -> None:
         self.standing = Standing(
