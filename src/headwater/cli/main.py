@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headwater import __version__
 from headwater.cli import output, parity
 
-COMMANDS = ("quickstart", "up", "train", "submit", "status", "parity")
+COMMANDS = ("quickstart", "up", "train", "eval", "submit", "status", "parity")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,1 @@
+"""Held-out evaluation through the running services: collect scores, intervals, comparison, pictures. No torch."""
