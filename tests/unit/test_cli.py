@@ -13,6 +13,7 @@ import pytest
 from headwater.cli import main as cli
 from headwater.cli.figures import summarize, trend
 from headwater.cli.pictures import Picture, save_grid
+from headwater.cli.progress import figures_line
 
 HEADWATER = [sys.executable, "-m", "headwater.cli.main"]
 
@@ -164,6 +165,20 @@ def test_summary_orders_steps_and_reduces_figures():
     assert figures["rate_pairs_per_s"] == 2.0
     assert figures["groups_dropped"] == 8.0
     assert summarize({1: {"reward/mean": 0.5}})["reward"] is None
+
+
+def test_the_figures_of_a_step_fit_a_terminal():
+    values = {
+        "reward/mean": 0.8927,
+        "reward/std": 0.1,
+        "images": 48.0,
+        "log_prob_drift/max": 1e-7,
+        "staleness/mean": 1.0,
+    }
+    line = figures_line({**values, "rate/images_per_s": 100.0, "rate/pairs_per_s": 900.0})
+    assert line == "reward 0.8927 ± 0.0144  drift 1.0e-07  staleness 1.0  100.0 img/s  900.0 pairs/s"
+    assert len(line) <= 80  # columns of a plain terminal
+    assert figures_line({"reward/mean": 0.5}) == "reward 0.5000"
 
 
 def test_json_has_no_nan(capsys):

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 
 class Display(Protocol):
@@ -38,12 +40,12 @@ def figures_line(values: Mapping[str, float]) -> str:
     parts = [
         ("reward {}", values.get("reward/mean"), ".4f"),
         ("± {}", _standard_error(values), ".4f"),
-        ("drift {}", values.get("log_prob_drift/max"), ".1e"),
-        ("staleness {}", values.get("staleness/mean"), ".1f"),
-        ("{} images/s", values.get("rate/images_per_s"), ".1f"),
-        ("{} pairs/s", values.get("rate/pairs_per_s"), ".1f"),
+        (" drift {}", values.get("log_prob_drift/max"), ".1e"),
+        (" staleness {}", values.get("staleness/mean"), ".1f"),
+        (" {} img/s", values.get("rate/images_per_s"), ".1f"),
+        (" {} pairs/s", values.get("rate/pairs_per_s"), ".1f"),
     ]
-    return "  ".join(form.format(format(value, spec)) for form, value, spec in parts if value is not None)
+    return " ".join(form.format(format(value, spec)) for form, value, spec in parts if value is not None)
 
 
 def _standard_error(values: Mapping[str, float]) -> float | None:
@@ -73,34 +75,35 @@ class LineDisplay:
 
 
 class BarDisplay:
-    """A bar with the figures of the last step; lines scroll above it."""
+    """A bar, and the figures of the last step below it; lines scroll above both."""
 
     def __init__(self) -> None:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
         )
+        self._figures = Text(no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._progress, self._figures), console=Console(stderr=True), refresh_per_second=5)
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._live.stop()
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(line, markup=False, highlight=False)
+        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """Move the bar."""
         if self._task is None:
             self._task = self._progress.add_task("", total=total)
-        self._progress.update(self._task, completed=step, total=total, description=figures_line(values))
+        self._progress.update(self._task, completed=step, total=total)
+        self._figures.plain = figures_line(values)
