@@ -7,7 +7,6 @@ import torch
 
 from headwater.diffusion import tiny_sd3
 
-
 FOLDER = Path(__file__).parent
 
 
