@@ -124,7 +124,7 @@ def test_lora_is_published_merged(model, store, ranks):
     name = "transformer_blocks.0.attn.to_q"
     layer = t.policy.module.get_submodule(name)
     x = torch.randn(3, 64)
-    full = {part: dict(t.policy.module.named_parameters())[f"{name}.{part}"].full_tensor() for part in
+    full = {part: t.policy.module.get_parameter(f"{name}.{part}").detach() for part in
             ("base_layer.weight", "lora_A.default.weight", "lora_B.default.weight")}  # fmt: skip
     adapted = (
         x @ full["base_layer.weight"].T + 2.0 * (x @ full["lora_A.default.weight"].T) @ full["lora_B.default.weight"].T

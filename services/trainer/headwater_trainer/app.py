@@ -13,8 +13,9 @@ from headwater.trainer.v1.trainer_pb2 import RunState, StartRunRequest
 from headwater.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from headwater_trainer.background import BackgroundLoop
 from headwater_trainer.config import TrainerConfig
+from headwater_trainer.frontend import Frontend
 from headwater_trainer.ranks import Ranks, RunFailed, join
-from headwater_trainer.run import Frontend, execute, failure_of
+from headwater_trainer.run import execute, failure_of
 from headwater_trainer.runs import RunBoard
 from headwater_trainer.service import TrainerServicer, check_request
 

@@ -51,9 +51,12 @@ class Checkpoints:
         return self._folder / name.decode() if name else None
 
     def save(
-        self, state: TrainState, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, recipe: str
+        self, state: TrainState, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, recipe: str
     ) -> Path:
-        """Write a checkpoint; it is durable when this returns. One of the same step is replaced."""
+        """Write a checkpoint; it is durable when this returns. One of the same step is replaced.
+
+        `parameters` may hold plain tensors beside the optimizer's own, such as a moving average.
+        """
         final = self._folder / f"{_PREFIX}{state.step:08d}"
         temporary = self._folder / f".tmp-{final.name}"
         ranks = self._ranks
@@ -79,7 +82,7 @@ class Checkpoints:
         ranks.first_only("publish a checkpoint", publish)
         return final
 
-    def load(self, path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> TrainState:
+    def load(self, path: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> TrainState:
         """Restore parameters and optimizer in place, and this rank's random state; returns the numbers."""
         tensors = _model_tensors(parameters)
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path / "model")))
@@ -104,11 +107,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if (path / "state.json").is_file())
 
 
-def _model_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def _model_tensors(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _moments(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """AdamW's moments by parameter; its step counts are equal for all and kept in TrainState.updates."""
     return {
         f"{name}.{moment}": optimizer.state[parameter][moment]
@@ -118,8 +121,8 @@ def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
     }
 
 
-def _create_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, updates: int) -> None:
-    for parameter in parameters.values():
+def _create_moments(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, updates: int) -> None:
+    for parameter in (value for value in parameters.values() if isinstance(value, nn.Parameter)):
         optimizer.state[parameter] = {
             "step": torch.tensor(float(updates)),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),

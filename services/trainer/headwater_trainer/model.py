@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from headwater.config.recipe import LoraSection, Recipe
 from headwater.errors import InvalidArgument
-from headwater_trainer.pairs import PairBatch
 from headwater_trainer.ranks import Ranks
 
 # isort: off
@@ -23,6 +23,30 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 # isort: on
 
 ADAPTER = "default"
+
+
+class ModelInput(Protocol):
+    """What a denoiser is given: B rows on its device."""
+
+    @property
+    def latent(self) -> Tensor:
+        """fp32 [B, ...]"""
+        ...
+
+    @property
+    def timestep(self) -> Tensor:
+        """fp32 [B], in the model's convention."""
+        ...
+
+    @property
+    def positive(self) -> Mapping[str, Tensor]:
+        """Conditioning, [B, ...]."""
+        ...
+
+    @property
+    def negative(self) -> Mapping[str, Tensor]:
+        """That of the other branch of guidance; empty without."""
+        ...
 
 
 @dataclass
@@ -37,12 +61,12 @@ class Policy:
     autocast: bool  # bf16 compute
     device: torch.device
 
-    def velocity(self, batch: PairBatch) -> Tensor:
+    def velocity(self, batch: "ModelInput") -> Tensor:
         """Velocity fp32 [B, ...] of the policy for the latents of a batch, guided when the rollout was."""
         return self._velocity(self.module, batch)
 
     @torch.no_grad()
-    def reference_velocity(self, batch: PairBatch) -> Tensor:
+    def reference_velocity(self, batch: "ModelInput") -> Tensor:
         """The same of the reference: adapters off, or the frozen copy."""
         if self.reference_copy is not None:
             return self._velocity(self.reference_copy, batch)
@@ -74,7 +98,7 @@ class Policy:
         }
         return {**plain, **self.changed_weights()}
 
-    def _velocity(self, module: nn.Module, batch: PairBatch) -> Tensor:
+    def _velocity(self, module: nn.Module, batch: "ModelInput") -> Tensor:
         precision = torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
         with precision:
             positive = self.family.predict(module, batch.latent, batch.timestep, batch.positive)
@@ -102,6 +126,9 @@ def load_policy(recipe: Recipe, family: Family, ranks: Ranks) -> Policy:
     for part in (module, reference):
         if part is not None:
             shard(part, family, ranks)
+    if recipe.train.compile:
+        for block in family.blocks(module):
+            block.compile()
     return Policy(
         family=family,
         component=component,
@@ -140,8 +167,10 @@ def add_lora(module: nn.Module, section: LoraSection, family: Family, *, seed: i
 
 
 def shard(module: nn.Module, family: Family, ranks: Ranks) -> None:
-    """Shard each block, then what is left, over all ranks."""
+    """Shard each block, then what is left, over all ranks; one rank keeps everything as it is, which is faster."""
     module.to(ranks.device)
+    if ranks.world_size == 1:
+        return
     for block in family.blocks(module):
         fully_shard(block, mesh=ranks.mesh)
     fully_shard(module, mesh=ranks.mesh)

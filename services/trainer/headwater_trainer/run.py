@@ -3,7 +3,6 @@
 import logging
 import shutil
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -14,10 +13,10 @@ from headwater.errors import HeadwaterError
 from headwater.stream.scored import ScoredStream
 from headwater.tensors.blobs import BlobStore
 from headwater.trainer.v1.trainer_pb2 import RunState, StartRunRequest
-from headwater_trainer.background import BackgroundLoop
 from headwater_trainer.checkpoint import Checkpoints
 from headwater_trainer.config import TrainerConfig
 from headwater_trainer.feeder import Feeder
+from headwater_trainer.frontend import Frontend
 from headwater_trainer.groups import SharedSource, Signal
 from headwater_trainer.metrics import MetricsFile
 from headwater_trainer.model import load_policy
@@ -25,9 +24,9 @@ from headwater_trainer.objectives import make_objective
 from headwater_trainer.optimizer import make_optimizer
 from headwater_trainer.prompt_order import PromptOrder
 from headwater_trainer.ranks import Ranks, RunFailed
-from headwater_trainer.runs import RunRecord
 from headwater_trainer.service import check_model, run_folder
 from headwater_trainer.stream_source import StreamSource
+from headwater_trainer.supervised import SupervisedRun
 from headwater_trainer.train import Hooks, Trainer, Values, train
 from headwater_trainer.weight_sender import WeightSender
 
@@ -37,23 +36,19 @@ _CATCH_UP_INTERVAL_S = 5.0  # how often late workers are looked for while there 
 _LONGEST_CATCH_UP_INTERVAL_S = 10.0  # ... and before an update when there always is something to do
 
 
-@dataclass
-class Frontend:
-    """What only rank 0 has: the record that clients see, and the background loop."""
-
-    record: RunRecord
-    background: BackgroundLoop
-
-
 def execute(request: StartRunRequest, config: TrainerConfig, ranks: Ranks, frontend: Frontend | None) -> None:
     """Execute a run to its end, on every rank. Raises `RunFailed` on all ranks alike, anything else on one."""
     recipe = parse_recipe(request.recipe_toml)
-    run = _Run(request, recipe, config, ranks, frontend)
+    run: SupervisedRun | _Run
+    if recipe.supervised:
+        run = SupervisedRun(request, config, ranks, frontend)
+    else:
+        run = _Run(request, recipe, config, ranks, frontend)
     try:
         run.setup()
         if frontend is not None:
             frontend.record.set_state(RunState.RUN_STATE_RUNNING)
-        finished = train(run.trainer)
+        finished = run.train()
         run.save()
         if frontend is not None:
             frontend.record.set_state(RunState.RUN_STATE_SUCCEEDED if finished else RunState.RUN_STATE_STOPPED)
@@ -99,6 +94,10 @@ class _Run:
         self._metrics = MetricsFile(self._folder / "metrics.jsonl", resumed_step=state.step) if ranks.is_first else None
         self._publish(state.step, everything=True)
         ranks.first_only("read the stream", lambda: self._start_source())
+
+    def train(self) -> bool:
+        """Train until all steps are done; False when stopped before."""
+        return train(self.trainer)
 
     def _prepare_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

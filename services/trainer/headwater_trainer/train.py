@@ -15,6 +15,7 @@ from headwater_trainer.groups import GroupBatch, GroupSource, Signal
 from headwater_trainer.metrics import Accumulator
 from headwater_trainer.model import Policy
 from headwater_trainer.objectives import Objective
+from headwater_trainer.optimizer import set_learning_rate
 from headwater_trainer.pairs import PairBatch, TrainPair, micro_batches
 from headwater_trainer.ranks import Ranks, RunFailed
 
@@ -58,6 +59,7 @@ def train(t: Trainer) -> bool:
             t.hooks.save()
             continue
         received = time.monotonic()
+        set_learning_rate(t.optimizer, t.recipe.optimizer, t.state.step, section.steps)
         values = train_step(t, batch)
         if begins:
             check_parity(t.recipe, values)

@@ -16,7 +16,7 @@ from headwater.errors import InvalidArgument, NotFound
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply `section.key=value` overrides.
 
-    Relative prompt files are looked up from the current folder, then from the recipe's, and made absolute.
+    Relative prompt and data files are looked up from the current folder, then from the recipe's, and made absolute.
     Raises `NotFound` for a missing file, `InvalidArgument` for anything wrong in it.
     """
     return _recipe(load_table(path, overrides), source=str(path), folders=(Path.cwd(), path.parent))
@@ -110,15 +110,19 @@ def _recipe(table: dict[str, Any], *, source: str, folders: Iterable[Path]) -> R
         recipe = Recipe.model_validate(table)
     except ValidationError as e:
         raise _from_validation(e, source) from e
-    if recipe.prompts.path is None:
-        return recipe
-    found = next((f / recipe.prompts.path for f in folders if (f / recipe.prompts.path).is_file()), None)
+    folders = tuple(folders)
+    update: dict[str, Any] = {}
+    for key, section in (("prompts", recipe.prompts), ("data", recipe.data)):
+        if section is not None and section.path is not None:
+            update[key] = section.model_copy(update={"path": _found(section.path, f"{key}.path", folders)})
+    return recipe.model_copy(update=update)
+
+
+def _found(path: str, key: str, folders: Iterable[Path]) -> str:
+    found = next((folder / path for folder in folders if (folder / path).is_file()), None)
     if found is None:
-        raise InvalidArgument(
-            f"prompts.path: there is no file {recipe.prompts.path}", field="prompts.path", reason="RECIPE_INVALID"
-        )
-    prompts = recipe.prompts.model_copy(update={"path": str(found.resolve())})
-    return recipe.model_copy(update={"prompts": prompts})
+        raise InvalidArgument(f"{key}: there is no file {path}", field=key, reason="RECIPE_INVALID")
+    return str(found.resolve())
 
 
 def _from_validation(error: ValidationError, source: str) -> InvalidArgument:

@@ -4,18 +4,14 @@ from typing import Annotated, Any, Literal, Self
 
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headwater import sampling as sampling_rules
 from headwater.common.v1.reward_pb2 import RewardFailurePolicy, RewardRole, RewardSpec
 from headwater.common.v1.sampling_pb2 import SamplingParams, StepWindow, TransitionKind, TransitionParams
+from headwater.config.section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
+from headwater.config.supervised import DataSection, EmaSection, ExportSection, PicturesSection
 from headwater.errors import InvalidArgument
-
-_INT32_MAX = 2**31 - 1
-Positive = Annotated[int, Field(ge=1, le=_INT32_MAX)]
-NotNegative = Annotated[int, Field(ge=0, le=_INT32_MAX)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _TRANSITIONS = {
     "sde": TransitionKind.TRANSITION_KIND_SDE,
@@ -36,12 +32,6 @@ _SAMPLING_KEYS = {
     "sampling.transition.noise_level": "sampling.noise_level",
     "sampling.transition": "sampling.window_end",
 }
-
-
-class Section(BaseModel):
-    """Base of every section: strict types, no unknown keys, values fixed after validation."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -156,7 +146,7 @@ class RewardSection(Section):
     """Weight in the combined reward."""
     role: Literal["train", "monitor"] = "train"
     """Trained on, or only watched."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reward."""
     failure_policy: Literal["retry", "drop_group", "fail_run", "drop_reward"] | None = None
     """What to do when it cannot be computed; absent: retry (train) or drop_reward (monitor)."""
@@ -186,8 +176,8 @@ class RewardSection(Section):
 class ObjectiveSection(Section):
     """`[objective]`: advantages and loss."""
 
-    name: Literal["flow_grpo"] = "flow_grpo"
-    """Registered objective."""
+    name: Literal["flow_grpo", "sft"] = "flow_grpo"
+    """Registered objective: flow_grpo learns from rewards of rollouts, sft from the pictures of `[data]`."""
     clip_range: PositiveFloat = 1e-4
     """Half-width c of the ratio's clip range [1 - c, 1 + c]."""
     adv_clip: PositiveFloat = 5.0
@@ -208,6 +198,8 @@ class ObjectiveSection(Section):
     """0: population, 1: sample standard deviation."""
     combine: Literal["weighted_sum", "gdpo"] = "weighted_sum"
     """How several rewards become one advantage."""
+    sigma_distribution: Literal["uniform", "logit_normal"] = "uniform"
+    """sft: how noise levels are drawn, before the shift."""
 
 
 class TrainSection(Section):
@@ -215,16 +207,16 @@ class TrainSection(Section):
 
     steps: Positive
     """Training steps; each consumes one batch of groups and ends with a weight update."""
-    groups_per_step: Positive
+    groups_per_step: Positive = 4
     """Groups (prompts) per step, over all ranks."""
-    group_size: Positive
+    group_size: Positive = 16
     """Samples per group."""
     staleness_bound: NotNegative = 0
     """Largest age, in steps, of the weights that made a trained group; 0 is strictly on-policy."""
     updates_per_batch: Positive = 1
     """Optimizer updates per step; each takes an equal share of the groups."""
     micro_batch_size: Positive = 8
-    """Pairs per forward and backward pass of a rank."""
+    """Pairs (sft: pictures) per forward and backward pass of a rank."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     max_grad_norm: PositiveFloat = 1.0
@@ -233,6 +225,10 @@ class TrainSection(Section):
     """Steps between checkpoints; 0: only at the end of the run."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept."""
+    report_every: Positive = 1
+    """sft: steps between reported figures, which are means over them."""
+    compile: bool = False
+    """Compile each block of the denoiser with torch.compile: slow to begin, then faster."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -250,8 +246,14 @@ class OptimizerSection(Section):
     """`[optimizer]`: AdamW."""
 
     lr: PositiveFloat = 3e-4
-    """Learning rate, constant."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Learning rate; the highest of the schedule."""
+    schedule: Literal["constant", "cosine", "one_cycle"] = "constant"
+    """constant, cosine (down to 0) or one_cycle (up for three tenths of the run, then down to 0, both by cosine)."""
+    warmup_steps: NotNegative = 0
+    """Steps over which constant and cosine rise from 0."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: [0.9, 0.999]
+    )
     """Decay of the first and second moment."""
     weight_decay: NotNegativeFloat = 0.0
     """Decoupled weight decay."""
@@ -273,7 +275,7 @@ class LoraSection(Section):
 class Recipe(Section):
     """A whole recipe."""
 
-    filters: list[Literal["zero_variance"]] = ["zero_variance"]
+    filters: list[Literal["zero_variance"]] = Field(default=["zero_variance"])
     """Filters that drop groups before they are published."""
     run: RunSection = RunSection()
     """Identity and reproducibility."""
@@ -282,9 +284,11 @@ class Recipe(Section):
     sampling: SamplingSection = SamplingSection()
     """How rollout samples."""
     prompts: PromptsSection
-    """What is drawn."""
-    rewards: Annotated[list[RewardSection], Field(min_length=1)]
-    """What is measured."""
+    """What is drawn; of sft, in pictures only."""
+    rewards: list[RewardSection] = Field(default_factory=list)
+    """What is measured; not for sft."""
+    data: DataSection | None = None
+    """Pictures to learn from; for sft only."""
     objective: ObjectiveSection = ObjectiveSection()
     """Advantages and loss."""
     train: TrainSection
@@ -293,9 +297,39 @@ class Recipe(Section):
     """AdamW."""
     lora: LoraSection | None = None
     """Adapters; absent: full fine-tune."""
+    ema: EmaSection | None = None
+    """A moving average of the weights; for sft only."""
+    pictures: PicturesSection = PicturesSection()
+    """Grids of pictures; for sft only."""
+    export: ExportSection = ExportSection()
+    """Copies of the pipeline; for sft only."""
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the run learns from given pictures, without rollout."""
+        return self.objective.name == "sft"
+
+    @model_validator(mode="after")
+    def _check_objective(self) -> Self:
+        unused = {"rewards": self.rewards} if self.supervised else {"data": self.data, "ema": self.ema}
+        for key, value in unused.items():
+            if value:
+                raise InvalidArgument(
+                    f"objective {self.objective.name!r} has no use for [{key}]; leave it out", field=key,
+                    reason="RECIPE_INVALID",
+                )  # fmt: skip
+        missing = "data" if self.supervised else "rewards"
+        if not getattr(self, missing):
+            raise InvalidArgument(
+                f"{missing} is missing; objective {self.objective.name!r} needs at least 1", field=missing,
+                reason="RECIPE_INVALID",
+            )  # fmt: skip
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.supervised:
+            return self
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names):
             raise InvalidArgument(

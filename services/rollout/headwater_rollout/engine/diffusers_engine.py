@@ -15,8 +15,6 @@ from headwater_rollout.engine.base import EngineInfo, GroupRequest, GroupResult
 from headwater_rollout.engine.checks import check_request
 from headwater_rollout.engine.recorder import Recorder
 
-_T5_TOKENS = 256  # as in SGLang's configuration of SD3
-
 
 class DiffusersEngine:
     """A diffusers pipeline whose loop is ours. `precision` "bf16" is fp32 weights under autocast, as in the trainer."""
@@ -109,8 +107,9 @@ class DiffusersEngine:
 
     def _encode(self, prompt: str) -> dict[str, Tensor]:
         embeddings, _, pooled, _ = self._pipeline.encode_prompt(
-            prompt, prompt, prompt, do_classifier_free_guidance=False, max_sequence_length=_T5_TOKENS
-        )
+            prompt, prompt, prompt, do_classifier_free_guidance=False,
+            max_sequence_length=self._family.text_tokens(self._model)[-1],
+        )  # fmt: skip
         return {"encoder_hidden_states": embeddings[0].float(), "pooled_projections": pooled[0].float()}
 
     def _velocity(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from headwater.diffusion.families.codec import Codec
 from headwater.diffusion.families.config import read_config
 from headwater.diffusion.families.sd3 import SD3
 
@@ -25,6 +26,10 @@ class Family(Protocol):
 
     def load_component(self, model_dir: str | Path, component: str, dtype: torch.dtype) -> nn.Module:
         """The diffusers module of `component` with its weights, on the CPU, in eval mode."""
+        ...
+
+    def codec(self, model_dir: str | Path, device: torch.device) -> Codec:
+        """The frozen text encoders and VAE of the pipeline on `device`."""
         ...
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
@@ -48,6 +53,10 @@ class Family(Protocol):
 
     def latent_shape(self, model_dir: str | Path, height_px: int, width_px: int) -> tuple[int, ...]:
         """Shape of one latent without the batch dimension."""
+        ...
+
+    def text_tokens(self, model_dir: str | Path) -> tuple[int, ...]:
+        """How many tokens each text encoder is given, padding included."""
         ...
 
 

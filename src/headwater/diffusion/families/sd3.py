@@ -6,7 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from headwater.diffusion.families.codec import Codec
 from headwater.diffusion.families.config import read_config
+
+_CLIP_TOKENS, _T5_TOKENS = 77, 256
 
 
 class SD3:
@@ -36,6 +39,12 @@ class SD3:
             )
         module = SD3Transformer2DModel.from_pretrained(Path(model_dir) / component, torch_dtype=dtype)
         return module.eval()
+
+    def codec(self, model_dir: str | Path, device: torch.device) -> Codec:
+        """The frozen text encoders and VAE on `device`."""
+        from headwater.diffusion.families.sd3_codec import SD3Codec  # slow to import
+
+        return SD3Codec(model_dir, self.text_tokens(model_dir)[-1], device)
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         """The joint transformer blocks."""
@@ -69,6 +78,19 @@ class SD3:
         scale = self._vae_scale(model_dir)
         return (channels, height_px // scale, width_px // scale)
 
+    def text_tokens(self, model_dir: str | Path) -> tuple[int, int, int]:
+        """How many tokens each of the three text encoders is given, padding included: what its tokenizer allows
+        (`model_max_length`), and at most what SD3 was trained with."""
+        return (
+            min(_CLIP_TOKENS, _max_length(model_dir, "tokenizer")),
+            min(_CLIP_TOKENS, _max_length(model_dir, "tokenizer_2")),
+            min(_T5_TOKENS, _max_length(model_dir, "tokenizer_3")),
+        )
+
     def _vae_scale(self, model_dir: str | Path) -> int:
         channels = read_config(model_dir, "vae/config.json")["block_out_channels"]
         return int(2 ** (len(channels) - 1))
+
+
+def _max_length(model_dir: str | Path, tokenizer: str) -> int:
+    return int(read_config(model_dir, f"{tokenizer}/tokenizer_config.json").get("model_max_length", _T5_TOKENS))

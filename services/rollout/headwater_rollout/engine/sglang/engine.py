@@ -37,7 +37,7 @@ class SglangEngine:
         self._family = families.resolve(self._model)
         self._device = torch.device(device)
         self._autocast = precision == "bf16"
-        self._worker, self._server_args = start_worker(self._model, precision, self._device)
+        self._worker, self._server_args = start_worker(self._model, self._family, precision, self._device)
         self.info = EngineInfo(
             engine="sglang",
             engine_version=importlib.metadata.version("sglang"),

@@ -1,19 +1,22 @@
 """Start SGLang's worker in this process."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from headwater.diffusion.families import Family
 from headwater.errors import FailedPrecondition
 from headwater_rollout.engine.sglang import plugin, process
 
 # The denoiser ("dit" here) always has fp32 weights, as in the trainer; autocast is the plugin's.
 _DENOISER = {"dit": "fp32"}
+_MODEL_ID = {"sd3": "stable-diffusion-3-medium"}  # by family; SGLang itself guesses it from the folder's name
 _ENCODERS = dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), "fp32")
 
 
-def start_worker(model: str, precision: str, device: torch.device) -> tuple[Any, Any]:
+def start_worker(model: str, family: Family, precision: str, device: torch.device) -> tuple[Any, Any]:
     """SGLang's worker with the pipeline in folder `model` loaded, and its ServerArgs.
 
     With `precision` "fp32" every part is fp32; with "bf16" the text encoders have SGLang's default precisions. Raises
@@ -28,6 +31,7 @@ def start_worker(model: str, precision: str, device: torch.device) -> tuple[Any,
 
         arguments = ServerArgs.from_kwargs(
             model_path=model,
+            model_id=_MODEL_ID.get(family.name),
             num_gpus=1,
             warmup_mode="off",
             log_level="warning",
@@ -35,6 +39,7 @@ def start_worker(model: str, precision: str, device: torch.device) -> tuple[Any,
             disable_autocast=True,
             component_precisions=_DENOISER | (_ENCODERS if precision == "fp32" else {}),
         )
+        _limit_text(arguments, family.text_tokens(model))
         set_global_server_args(arguments)
         process.init_local_group(current_platform.get_torch_distributed_backend_str())
         worker_class = CPUWorker if current_platform.is_cpu() else GPUWorker
@@ -45,6 +50,14 @@ def start_worker(model: str, precision: str, device: torch.device) -> tuple[Any,
             server_args=arguments,
         )
     return worker, arguments
+
+
+def _limit_text(arguments: Any, token_counts: Sequence[int]) -> None:
+    """Let the text encoders see as many tokens as the model's own tokenizers allow; SGLang has fixed numbers."""
+    encoders = arguments.pipeline_config.text_encoder_configs
+    for encoder, count in zip(encoders, token_counts, strict=True):
+        encoder.arch_config.text_len = count
+        encoder.arch_config.tokenizer_kwargs["max_length"] = count
 
 
 def _load_sglang() -> None:
