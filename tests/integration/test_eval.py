@@ -166,7 +166,7 @@ async def test_a_prompt_that_cannot_be_judged_is_a_failure_and_the_others_count(
     assert (found["samples_total"], found["failed"]) == (3, 1)
     assert found["results"]["overall"]["score"]["samples"] == 2
     assert set(found["results"]) == {"overall", "all", "colors", "two_object"}  # tags as the reward names them
-    assert "failed, not counted: 1 sample(s): score: PROMPT_NEEDS_OCR" in cli.out
+    assert "failed, not counted: score of 1 sample(s), e.g. PROMPT_NEEDS_OCR" in cli.out
 
 
 async def test_mistakes_end_it_at_once_with_the_remedy(engine, executor, tmp_path, capsys, monkeypatch):
@@ -191,6 +191,7 @@ async def test_mistakes_end_it_at_once_with_the_remedy(engine, executor, tmp_pat
             code, found = await cli(*arguments)
             assert (code, words in cli.err) == (expected, True), (arguments, code, cli.err)
             assert "message" in found["error"]
+            assert "prompt 24/240" not in cli.err  # not after all prompts have failed in the same way
     assert not (tmp_path / "runs").exists()
 
 

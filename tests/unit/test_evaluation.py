@@ -148,9 +148,11 @@ def test_failures_are_counted_and_never_scored():
         "mean": 1.0, "ci95": None, "prompts": 1, "samples": 1, "method": "wilson", "failed": 1,
     }  # fmt: skip
     assert found["results"]["c"]["score"]["mean"] is None
-    assert found["failures"] == [{"what": "score: GONE: the worker died", "samples": 2}]
+    assert found["failures"] == [
+        {"measure": "score", "reason": "GONE", "samples": 2, "example": "GONE: the worker died"}
+    ]
     text = report(found)
-    assert "failed, not counted: 2 sample(s): score: GONE" in text
+    assert "failed, not counted: score of 2 sample(s), e.g. GONE: the worker died" in text
     assert "no score" in text
 
 

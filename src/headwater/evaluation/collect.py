@@ -12,17 +12,16 @@ from PIL import Image
 
 from headwater._submission import Entry, Submission
 from headwater.common.v1.sample_pb2 import Sample
-from headwater.errors import FailedPrecondition, HeadwaterError, InvalidArgument, NotFound, from_item_error
+from headwater.errors import FailedPrecondition, HeadwaterError, from_item_error
 from headwater.evaluation.plan import NO_TAG, Plan, tag_of
 from headwater.router.v1.router_pb2 import GetStatusRequest
 from headwater.router.v1.router_pb2_grpc import RouterServiceStub
 from headwater.versions import satisfies
 
 MAX_IN_FLIGHT = 32
-_HOPELESS = 8  # first results in a row that failed, and not by their prompt: the others would fail as well
+_HOPELESS = 8  # so many first results that failed, and not by their prompt, say that the others will fail as well
 _WEIGHTS_WAIT_S = 15.0
 _OF_THE_PROMPT = ("prompt", "text", "metadata")
-_OF_THE_PLAN = ("sampling", "rewards", "seeds", "sample_count", "timeout")
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,9 @@ def collect(
 ) -> Collected:
     """Run `plan`; `progress` is given the records of each prompt as it finishes.
 
-    Raises the error that every prompt would have (an unknown reward, a size the model cannot make, no worker), the
-    first one when nothing could be scored, and grpc.RpcError when the router is lost.
+    Raises `FailedPrecondition` without a worker or without the weights asked for, the error of a prompt when the first
+    eight fail by what all have in common (an unknown reward, a size that the model cannot make) or nothing could be
+    scored, and grpc.RpcError when the router is lost.
     """
     stub = RouterServiceStub(channel)
     _check_workers(stub, plan)
@@ -81,8 +81,8 @@ def collect(
             index = int(prompt.request_id.rpartition("-")[2])
             if isinstance(result, HeadwaterError):
                 first_error = first_error or result
-                hopeless += not _is_of(result, _OF_THE_PROMPT) and not any(one.values for one in found.records)
-                if _concerns_all(result) or hopeless >= _HOPELESS:
+                hopeless += not _is_of_the_prompt(result) and not any(one.values for one in found.records)
+                if hopeless >= _HOPELESS:
                     raise result
                 records = list(_failed(plan, index, result))
             else:
@@ -121,14 +121,8 @@ def _check_workers(stub: RouterServiceStub, plan: Plan) -> None:
         time.sleep(0.5)
 
 
-def _is_of(error: HeadwaterError, names: tuple[str, ...]) -> bool:
-    path = error.field.removeprefix("prompt.")
-    return path.partition(".")[0].partition("[")[0] in names
-
-
-def _concerns_all(error: HeadwaterError) -> bool:
-    callers = isinstance(error, InvalidArgument | NotFound | FailedPrecondition)
-    return callers and (_is_of(error, _OF_THE_PLAN) or error.reason == "REWARD_NO_SERVER")
+def _is_of_the_prompt(error: HeadwaterError) -> bool:
+    return error.field.removeprefix("prompt.").partition(".")[0] in _OF_THE_PROMPT
 
 
 def _failed(plan: Plan, index: int, error: HeadwaterError) -> Iterator[Record]:

@@ -26,7 +26,9 @@ def report(found: dict[str, Any]) -> str:
     if found["weights_changed"]:
         lines.append("note: the weights changed during the evaluation; see the versions above")
     for failure in found["failures"]:
-        lines.append(f"failed, not counted: {failure['samples']} sample(s): {failure['what']}")
+        lines.append(
+            f"failed, not counted: {failure['measure']} of {failure['samples']} sample(s), e.g. {failure['example']}"
+        )
     return "\n".join(lines)
 
 

@@ -96,7 +96,6 @@ def other_settings(baseline: dict[str, Any], plan: Plan) -> list[str]:
 def figures(plan: Plan, collected: Collected) -> dict[str, Any]:
     """What `--json` prints: everything but the single samples."""
     records = collected.records
-    reasons = Counter(f"{name}: {why}" for record in records for name, why in record.errors.items())
     versions = weight_versions(records)
     return {
         "format": FORMAT,
@@ -105,7 +104,7 @@ def figures(plan: Plan, collected: Collected) -> dict[str, Any]:
         "weights_changed": len(versions) > 1,
         "samples_total": len(records),
         "failed": sum("score" not in record.values for record in records),
-        "failures": [{"what": what, "samples": count} for what, count in reasons.most_common()],
+        "failures": _failures(records),
         "results": summarize(records),
     }
 
@@ -113,6 +112,17 @@ def figures(plan: Plan, collected: Collected) -> dict[str, Any]:
 def save(path: Path, found: dict[str, Any], records: Sequence[Record]) -> None:
     """Write results.json: the figures and every sample."""
     path.write_text(json.dumps({**found, "samples": [asdict(record) for record in records]}, indent=1) + "\n")
+
+
+def _failures(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Failed samples by measure and reason, most frequent first, with the first message as an example."""
+    found = [(name, why.partition(": ")[0], why) for record in records for name, why in record.errors.items()]
+    examples = {(name, reason): why for name, reason, why in reversed(found)}
+    counts = Counter((name, reason) for name, reason, _ in found)
+    return [
+        {"measure": name, "reason": reason, "samples": count, "example": examples[name, reason]}
+        for (name, reason), count in counts.most_common()
+    ]
 
 
 _NOTHING = {"mean": None, "ci95": None, "prompts": 0, "samples": 0, "method": None}
