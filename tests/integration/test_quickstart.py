@@ -82,6 +82,7 @@ class Quickstart:
 def test_quickstart_learns_serves_others_and_survives_the_loss_of_the_reward_server(tmp_path):
     base = free_port_base()
     run_dir = tmp_path / "run"
+    before = {proc.pid for proc in descendants(os.getpid())}
     tour = Quickstart(run_dir, base)
     again = None
     try:
@@ -89,14 +90,14 @@ def test_quickstart_learns_serves_others_and_survives_the_loss_of_the_reward_ser
         submit_from_a_second_terminal(tmp_path / "out", base)
         again = lose_and_restart_the_reward_server(tour)
         tour.process.wait(600)
-        family = descendants(os.getpid())
+        left = {proc.pid for proc in descendants(os.getpid())} - before - {again.pid}
     finally:
         tour.stop()
         if again is not None:
             again.terminate()
             again.wait(30)
     assert tour.process.returncode == 0, tour.text()
-    assert [proc.pid for proc in family if again is None or proc.pid != again.pid] == []
+    assert left == set()
     check_figures(json.loads(tour.lines[-1]), run_dir)
 
 
