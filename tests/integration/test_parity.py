@@ -40,22 +40,22 @@ def test_fp32_is_bit_identical_on_a_cpu(tiny_sd3_dir: Path):
     assert max(step["log_prob"] for step in others) < 1e-5
 
 
-def test_guided_samples_too_and_under_bf16_autocast(tiny_sd3_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_guided_samples_too_and_under_bf16_autocast(tiny_sd3_dir: Path, capfd: pytest.CaptureFixture[str]):
     arguments = ["--n", "4", "--steps", "4", "--guidance-scale", "4", "--precision", "bf16", "--json"]
     assert parity.main([str(tiny_sd3_dir), *arguments]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert report["max_log_prob_difference"] <= 1e-4
 
 
 def test_a_trainer_that_computes_something_else_fails(
-    tiny_sd3_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_sd3_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     predict = SD3.predict
     monkeypatch.setattr(SD3, "predict", lambda *a, **k: torch.nextafter(predict(*a, **k), torch.tensor(9.0)))
     assert parity.main([str(tiny_sd3_dir), "--n", "2", "--steps", "3"]) == 1
-    assert "FAIL: required bit-identical" in capsys.readouterr().out
+    assert "FAIL: required bit-identical" in capfd.readouterr().out
 
 
-def test_a_wrong_model_is_an_error(capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_model_is_an_error(capfd: pytest.CaptureFixture[str]):
     assert parity.main(["/nowhere"]) == 2
-    assert "model_index.json" in capsys.readouterr().err
+    assert "model_index.json" in capfd.readouterr().err
