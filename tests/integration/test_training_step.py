@@ -165,12 +165,24 @@ def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks):
         log_probs.CopyFrom(torch_codec.encode(torch.tensor([-1e6, -1e6])))  # a ratio of infinity
         groups[0].samples[0].rewards[0].value = -10.0
 
-    t, _, notices, reports = make_trainer("", model, store, ranks, poison)
+    # The engine's log-probs are far off on purpose: let the run go on all the same.
+    t, _, notices, reports = make_trainer("[objective]\nmax_log_prob_drift = 1e9\n", model, store, ranks, poison)
     before = t.policy.changed_weights()
     assert train(t)
     assert [reason for reason, _ in notices] == ["STEP_SKIPPED"]
     assert (t.state.updates, t.state.skipped, reports[0]["steps/skipped"]) == (0, 1, 1)
     assert all(torch.equal(value, before[name]) for name, value in t.policy.changed_weights().items())
+
+
+def test_a_run_that_begins_apart_from_its_engine_ends_before_it_publishes(model, store, ranks):
+    def shift(groups):
+        log_probs = groups[0].samples[0].trajectory.log_probs
+        log_probs.CopyFrom(torch_codec.encode(torch_codec.decode(log_probs, store.get) + 0.01))
+
+    t, *_ = make_trainer("", model, store, ranks, shift)
+    t.hooks.publish = lambda step: pytest.fail("published")
+    with pytest.raises(RunFailed, match="disagree by"):
+        train(t)
 
 
 def test_a_failing_source_ends_the_run_with_its_message(model, store, ranks):

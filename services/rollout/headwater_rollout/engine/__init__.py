@@ -24,15 +24,22 @@ def load_engine(kind: str, model: str | Path, precision: str = "fp32", device: s
             field="model",
         )
     _check_device(device)
+    _check_family(model)
+    if kind == "sglang":
+        from headwater_rollout.engine.sglang.engine import SglangEngine
+
+        return SglangEngine(model, precision, device)
+    from headwater_rollout.engine.diffusers_engine import DiffusersEngine
+
+    return DiffusersEngine(model, precision, device)
+
+
+def _check_family(model: str | Path) -> None:
+    from headwater.diffusion import families
+
     try:
-        if kind == "sglang":
-            from headwater_rollout.engine.sglang.engine import SglangEngine
-
-            return SglangEngine(model, precision, device)
-        from headwater_rollout.engine.diffusers_engine import DiffusersEngine
-
-        return DiffusersEngine(model, precision, device)
-    except ValueError as error:  # of headwater.diffusion: an unsupported family, a broken config
+        families.resolve(model)
+    except ValueError as error:
         raise InvalidArgument(str(error), field="model") from error
 
 
