@@ -44,7 +44,9 @@ def add_stack(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the rollout engine")
     group.add_argument("--rollout-workers", metavar="N", type=int, default=1, help="rollout processes (default 1)")
     group.add_argument("--trainer-ranks", metavar="N", type=int, default=1, help="trainer processes (default 1)")
-    group.add_argument("--rewards", metavar="NAMES", default="ocr,color_shape", help="rewards to host (%(default)s)")
+    group.add_argument(
+        "--rewards", metavar="NAMES", default="ocr,color_shape,tiny-geneval", help="rewards to host (%(default)s)"
+    )
     group.add_argument(
         "--redis",
         metavar="URL",

@@ -27,7 +27,7 @@ class StackOptions:
     trainer_ranks: int = 1
     redis_url: str | None = None  # None: the embedded Valkey
     port_base: int = DEFAULT_PORT_BASE
-    rewards: str = "ocr,color_shape"
+    rewards: str = "ocr,color_shape,tiny-geneval"
     precision: str = "fp32"
 
 
