@@ -35,12 +35,39 @@ def test_fingerprint_sees_one_flipped_bit_a_swap_and_a_truncation(dtype):
     assert len(values) == 5
 
 
-def test_fingerprint_does_not_depend_on_layout_or_chunking(monkeypatch):
+def test_fingerprint_does_not_depend_on_layout_or_alignment():
     tensor = torch.randn(300, 70)
-    expected = fingerprint(tensor)
-    monkeypatch.setattr("headwater.weights.fingerprint._CHUNK", 1000)
-    assert fingerprint(tensor) == expected
-    assert fingerprint(tensor.t().contiguous().t()) == expected
+    assert fingerprint(tensor.t().contiguous().t()) == fingerprint(tensor)
+    shifted = torch.randn(1001)[1:]
+    assert fingerprint(shifted) == fingerprint(shifted.clone())
+
+
+def test_fingerprint_spans_blocks(monkeypatch):
+    monkeypatch.setattr("headwater.weights.fingerprint._BLOCK", 16)
+    tensor = torch.randn(1000)
+    parts = [tensor[:64], tensor[64:96], tensor[96:]]  # whole blocks, so that they are not joined first
+    assert fingerprint(parts) == fingerprint(tensor)
+    swapped = torch.cat([tensor[32:64], tensor[:32], tensor[64:]])
+    assert fingerprint(swapped) != fingerprint(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fingerprint_sees_pairs_of_flipped_signs(dtype):
+    tensor = torch.randn(64).to(dtype)
+    values = {fingerprint(tensor)}
+    for other in range(1, 64):
+        flipped = tensor.clone()
+        flipped[[0, other]] *= -1
+        values.add(fingerprint(flipped))
+    assert len(values) == 64
+    assert fingerprint(-tensor) not in values
+
+
+def test_fingerprint_leaves_the_tensor_alone():
+    for dtype in (*DTYPES, torch.int64):
+        tensor = torch.arange(100).to(dtype)
+        fingerprint(tensor)
+        assert torch.equal(tensor, torch.arange(100).to(dtype))
 
 
 @settings(deadline=None, max_examples=50)

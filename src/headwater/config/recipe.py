@@ -227,8 +227,8 @@ class TrainSection(Section):
     """Newest checkpoints kept."""
     report_every: Positive = 1
     """sft: steps between reported figures, which are means over them."""
-    compile: bool = False
-    """Compile each block of the denoiser with torch.compile: slow to begin, then faster."""
+    cuda_graph: bool = False
+    """sft on one GPU with one micro-batch a step: record forward and backward as a CUDA graph. For small models."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -395,7 +395,7 @@ class TensorFingerprint(_message.Message):
     name: _builtins.str
     """Name in the diffusers layout."""
     value: _builtins.int
-    """Position-weighted sum of the elements' bit patterns modulo 2^64; the same on every device."""
+    """Position-weighted sum of the tensor's bytes, as 64-bit words, modulo 2^64; the same on every device."""
     def __init__(
         self,
         *,
