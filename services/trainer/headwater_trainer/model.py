@@ -126,9 +126,6 @@ def load_policy(recipe: Recipe, family: Family, ranks: Ranks) -> Policy:
     for part in (module, reference):
         if part is not None:
             shard(part, family, ranks)
-    if recipe.train.compile:
-        for block in family.blocks(module):
-            block.compile()
     return Policy(
         family=family,
         component=component,

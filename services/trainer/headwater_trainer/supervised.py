@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from headwater.config.load import parse_recipe
+from headwater.config.recipe import Recipe
 from headwater.diffusion import families
 from headwater.trainer.v1.trainer_pb2 import StartRunRequest
 from headwater_trainer.checkpoint import Checkpoints, TrainState
 from headwater_trainer.config import TrainerConfig
+from headwater_trainer.cuda_graph import GraphedPass
 from headwater_trainer.ema import Ema
 from headwater_trainer.export import export_pipeline
 from headwater_trainer.frontend import Frontend
@@ -29,6 +32,7 @@ from headwater_trainer.service import check_model, run_folder
 log = logging.getLogger(__name__)
 
 _GO, _STOP, _SAVE = b"g", b"s", b"c"
+_LATENTS, _SIGMA, _NOISE = "latents", "sigma", "noise"  # inputs of a pass beside the conditioning
 
 
 class SupervisedRun:
@@ -63,6 +67,8 @@ class SupervisedRun:
         self._optimizer = make_optimizer(self._policy, recipe.optimizer)
         shift = float(families.scheduler_config(recipe.model.path).get("shift", 1.0))
         self._objective = Sft(recipe, shift)
+        graphed = self._can_graph(recipe)
+        self._graphed = GraphedPass(self._loss_of, list(self._policy.trainable().values())) if graphed else None
         self._ema = Ema(self._policy.trainable(), recipe.ema.max_decay) if recipe.ema else None
         self._pictures = Pictures(recipe, codec) if recipe.pictures.every else None
         self._checkpoints = Checkpoints(self._folder / "checkpoints", ranks, keep=recipe.train.keep_checkpoints)
@@ -116,12 +122,10 @@ class SupervisedRun:
         )
         for some_index, some_dropped, some_sigma, some_noise in parts:
             latents, text = self._set.rows(some_index, some_dropped, self._ranks.device)
-            batch = noisy(latents, some_noise.to(latents.device), some_sigma.to(latents.device), text)
-            losses = self._objective.losses(self._policy, batch)
-            # FSDP averages gradients over ranks; wanted is the mean over the pictures of all ranks.
-            (losses.sum() * (self._ranks.world_size / recipe.data.batch_size)).backward()
-            loss_sum += losses.detach().sum()
-            self._note(losses.detach(), batch.sigma)
+            inputs = {_LATENTS: latents, _SIGMA: some_sigma.to(latents.device), _NOISE: some_noise.to(latents.device)}
+            losses = self._pass({**inputs, **text})
+            loss_sum += losses.sum()
+            self._note(losses, inputs[_SIGMA])
         norm = torch.nn.utils.clip_grad_norm_(self._policy.trainable().values(), recipe.train.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._sums[2, 0] += norm
@@ -133,7 +137,25 @@ class SupervisedRun:
         else:
             self._state.skipped += 1
             self._notice("STEP_SKIPPED", f"step {step + 1}: the loss is not finite; the weights are unchanged")
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._graphed is None:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _pass(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Forward and backward of a micro-batch; its losses fp32 [B]."""
+        if self._graphed is not None:
+            return self._graphed.run(inputs)
+        loss, losses = self._loss_of(inputs)
+        loss.backward()
+        return losses
+
+    def _loss_of(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the gradient is taken of, and the loss of each picture, fp32 [B]."""
+        assert self._recipe.data is not None
+        text = {name: tensor for name, tensor in inputs.items() if name not in (_LATENTS, _SIGMA, _NOISE)}
+        batch = noisy(inputs[_LATENTS], inputs[_NOISE], inputs[_SIGMA], text)
+        losses = self._objective.losses(self._policy, batch)
+        # FSDP averages gradients over ranks; wanted is the mean over the pictures of all ranks.
+        return losses.sum() * (self._ranks.world_size / self._recipe.data.batch_size), losses.detach()
 
     def _draws(self, batch_size: int, dropout: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """This rank's part of samples, dropped captions, sigmas and noise of the step, on the CPU.
@@ -212,6 +234,11 @@ class SupervisedRun:
             return self._ranks.broadcast()
         record = self._frontend.record
         return self._ranks.broadcast(_STOP if record.stop_requested else _SAVE if record.save_requested else _GO)
+
+    def _can_graph(self, recipe: Recipe) -> bool:
+        data, train = recipe.data, recipe.train
+        one_pass = data is not None and train.micro_batch_size >= data.batch_size
+        return train.cuda_graph and one_pass and self._ranks.device.type == "cuda" and self._ranks.world_size == 1
 
     def _prepare_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
