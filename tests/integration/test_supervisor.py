@@ -105,7 +105,7 @@ def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(tmp_path)
         wait_until(lambda: "up" in child.log_tail())
         family = [proc.pid for proc in descendants(child.pid)]
         assert len(family) == 1
-    assert not any(running(pid) for pid in [child.pid, *family])
+    wait_until(lambda: not any(running(pid) for pid in [child.pid, *family]))  # SIGKILL takes effect a moment later
     assert "stubborn did not stop" in echoed[-1]
 
 

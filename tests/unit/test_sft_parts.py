@@ -1,11 +1,10 @@
 """The parts of supervised training that need no run."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from headwater_trainer.ema import Ema, ema_decay
+from headwater_trainer.ema import Ema
 from headwater_trainer.export import export_pipeline
 from headwater_trainer.objectives.sft import GRID, Sft, bucket_of, noisy
 from headwater_trainer.optimizer import schedule_factor
@@ -28,12 +27,6 @@ texts = ["a red circle"]
 [train]
 steps = 2
 """
-GOLDEN = Path(__file__).parents[1] / "golden" / "ema_decay.json"
-
-
-@pytest.mark.parametrize("case", json.loads(GOLDEN.read_text())["ema_decay_cap"], ids=str)
-def test_ema_decay_is_that_of_the_vectors(case):
-    assert ema_decay(case["step"], case["max_decay"]) == case["decay"]
 
 
 def test_ema_lags_is_applied_for_a_while_and_keeps_the_weights():

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from headwater.diffusion.decay import ema_decay
+
 
 class Ema:
     """Averages of parameters, sharded as they are."""
@@ -40,8 +42,3 @@ class Ema:
     def _set(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
-
-
-def ema_decay(updates: int, max_decay: float) -> float:
-    """min((1 + n) / (10 + n), max_decay)."""
-    return min((1 + updates) / (10 + updates), max_decay)

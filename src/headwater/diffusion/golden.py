@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headwater.diffusion.advantages import AdvantageRule, advantages
+from headwater.diffusion.decay import ema_decay
 from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference
 from headwater.diffusion.transitions import Transition, transition
 from headwater.text_match import ocr_score
@@ -116,11 +117,20 @@ def check_ocr_reward(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
     yield _row(file, case, "reward", abs(found - case["reward"]), 0.0)
 
 
+def check_decay_schedules(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
+    """The decay of averaged weights, exactly."""
+    if case["schedule"] != "ema_decay_cap":
+        yield Row(file, str(case["case"]), case["schedule"], None, None, "skipped: the old policy is not implemented")
+        return
+    yield _row(file, case, "decay", abs(ema_decay(case["step"], case["max_decay"]) - case["decay"]), 0.0)
+
+
 CHECKERS: Mapping[str, Callable[[str, Case, Tensors], Iterator[Row]]] = {
     "sde_step": check_sde_step,
     "flow_grpo_loss": check_flow_grpo_loss,
     "advantages": check_advantages,
     "ocr_reward": check_ocr_reward,
+    "decay_schedules": check_decay_schedules,
 }
 
 
@@ -137,6 +147,8 @@ def check_directory(directory: Path) -> list[Row]:
 
 def _check_file(path: Path) -> Iterator[Row]:
     cases = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(cases, dict):  # several lists by name
+        cases = [{"schedule": name, **case} for name, listed in cases.items() for case in listed]
     bundle = path.with_suffix(".safetensors")
     stored: dict[str, Tensor] = {}
     if bundle.exists():
