@@ -106,7 +106,7 @@ class BlobRef(_message.Message):
     BYTE_SIZE_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     uri: _builtins.str
-    """Location relative to the blob root of the run, e.g. "groups/<group id>.bin". Never absolute, never containing ".."."""
+    """Location relative to the blob root, e.g. "<run>/groups/<group>-<attempt>.bin". Never absolute, never containing ".."."""
     offset_bytes: _builtins.int
     """First byte of this object within the blob, in bytes."""
     byte_size: _builtins.int

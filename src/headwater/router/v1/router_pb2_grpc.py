@@ -129,7 +129,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """WatchStatus sends the status at once and then whenever it changes, at most once per interval.
+        """WatchStatus sends the status at once and then whenever it changes, at most once per interval; without a change it
+        is repeated every 10 s, so that a silent stream is a broken one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,9 @@ class RouterServiceStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetStatusRequest, _router_pb2.GetStatusResponse]
     """GetStatus returns the workers, the queue and the budgets."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchStatusRequest, _router_pb2.WatchStatusResponse]
-    """WatchStatus sends the status at once and then whenever it changes, at most once per interval."""
+    """WatchStatus sends the status at once and then whenever it changes, at most once per interval; without a change it
+    is repeated every 10 s, so that a silent stream is a broken one.
+    """
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_router_pb2.RegisterWorkerRequest, _router_pb2.RegisterWorkerResponse]
     """RegisterWorker adds a worker, or replaces the one of the same worker_id."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_router_pb2.HeartbeatRequest, _router_pb2.HeartbeatResponse]
@@ -86,7 +88,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_router_pb2.GetStatusRequest, _router_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus returns the workers, the queue and the budgets."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_router_pb2.WatchStatusRequest, _router_pb2.WatchStatusResponse]  # type: ignore[assignment]
-    """WatchStatus sends the status at once and then whenever it changes, at most once per interval."""
+    """WatchStatus sends the status at once and then whenever it changes, at most once per interval; without a change it
+    is repeated every 10 s, so that a silent stream is a broken one.
+    """
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_router_pb2.RegisterWorkerRequest, _router_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
     """RegisterWorker adds a worker, or replaces the one of the same worker_id."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_router_pb2.HeartbeatRequest, _router_pb2.HeartbeatResponse]  # type: ignore[assignment]
@@ -151,7 +155,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.WatchStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.WatchStatusResponse], _abc.AsyncIterator[_router_pb2.WatchStatusResponse]]:
-        """WatchStatus sends the status at once and then whenever it changes, at most once per interval."""
+        """WatchStatus sends the status at once and then whenever it changes, at most once per interval; without a change it
+        is repeated every 10 s, so that a silent stream is a broken one.
+        """
 
     @_abc_1.abstractmethod
     def RegisterWorker(
