@@ -42,7 +42,7 @@ class PolicyGradientTerm(_message.Message):
     next_sigma: _builtins.float
     """Sigma after the step."""
     sigma_after_first: _builtins.float
-    """Second sigma of the grid, which replaces sigma = 1 in the SDE's std (MATH.md 1)."""
+    """Second sigma of the grid, which replaces sigma = 1 in the SDE's std (arXiv 2505.05470)."""
     log_prob_old: _builtins.float
     """Log-probability of next_latent under the policy that sampled it."""
     advantage: _builtins.float

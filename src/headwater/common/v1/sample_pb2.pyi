@@ -238,7 +238,7 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def log_probs(self) -> _tensor_pb2.Tensor:
-        """Log-probability fp32 [W] of each trained step, the mean over the latent's dimensions (MATH.md 1)."""
+        """Log-probability fp32 [W] of each trained step, the mean over the latent's dimensions (arXiv 2505.05470)."""
 
     @_builtins.property
     def components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
