@@ -9,7 +9,7 @@ began=$SECONDS
 note() { echo "== $1 ($((SECONDS - began)) s)"; }
 
 note "vae"
-python3 scripts/train_tiny_vae.py "$work/vae" --count "${VAE_COUNT:-100000}" --steps "${VAE_STEPS:-1800}" \
+python3 scripts/train_tiny_vae.py "$work/vae" --count "${VAE_COUNT:-100000}" --steps "${VAE_STEPS:-8000}" \
     --batch-size "${VAE_BATCH:-256}" --processes "${PROCESSES:-16}"
 note "skeleton"
 python3 -m headwater.diffusion.tiny_skeleton "$work/skeleton" --vae "$work/vae"

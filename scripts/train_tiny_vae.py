@@ -1,6 +1,6 @@
 """Train the VAE of the model in the box on drawn pictures.
 
-    python scripts/train_tiny_vae.py OUT --count 100000 --steps 1800
+    python scripts/train_tiny_vae.py OUT --count 100000 --steps 8000
 
 Writes an AutoencoderKL in fp16 whose latents have mean 0 and standard deviation 1 over the data.
 """
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder that gets the VAE")
     parser.add_argument("--count", type=int, default=100_000, help="pictures (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of data and weights")
-    parser.add_argument("--steps", type=int, default=1800)
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--kl-weight", type=float, default=3e-4)
