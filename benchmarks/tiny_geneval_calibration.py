@@ -1,6 +1,6 @@
 """How often `tiny-geneval` agrees with what was drawn: accepts true drawings, rejects wrong ones, per tag.
 
-python benchmarks/tiny_geneval_calibration.py [--count 1000] [--seed 0] [--json FILE]
+python benchmarks/tiny_geneval_calibration.py [--count 1000] [--seed 0] [--vae DIR] [--json FILE]
 
 Each drawing is judged as drawn and after three kinds of damage as the reconstruction of an 8x-down VAE does. A wrong
 drawing is a true one judged for a prompt that differs in one thing: colour, shape, count or position; or one with one
@@ -42,6 +42,24 @@ DAMAGES = {
     "blur 1.0": lambda image, rng: blur(image, rng, 1.0),
     "jpeg 50": jpeg,
 }
+
+
+def reconstruction(folder):
+    """Damage by a real VAE in the diffusers format: encode, decode."""
+    import torch
+
+    import headwater.diffusion  # noqa: F401 -- before diffusers
+    from diffusers import AutoencoderKL  # isort: skip
+
+    vae = AutoencoderKL.from_pretrained(folder).float().eval()
+
+    @torch.no_grad()
+    def damage(image_HWC, rng):
+        pixels = torch.from_numpy(image_HWC).permute(2, 0, 1)[None].float() / 127.5 - 1
+        decoded = vae.decode(vae.encode(pixels).latent_dist.mean).sample.clamp(-1, 1)
+        return ((decoded[0].permute(1, 2, 0) + 1) * 127.5).round().byte().contiguous().numpy()
+
+    return damage
 
 
 def wrong(image_HWC, wanted, rng):
@@ -124,10 +142,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vae", type=Path, help="also judge reconstructions of this VAE")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sheet", type=Path, help="also write a picture of the first 96 drawings here")
     args = parser.parse_args()
-    result = measure(args.count, args.seed)
+    if args.vae:
+        DAMAGES["vae"] = reconstruction(args.vae)
+    result = measure(args.count, args.seed, tuple(DAMAGES))
     for part in ("accepts", "rejects"):
         for name, by_key in result[part].items():
             cells = "  ".join(f"{key} {share:.4f} ({number})" for key, (share, number) in by_key.items())
