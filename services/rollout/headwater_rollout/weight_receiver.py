@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from headwater.common.v1.sample_pb2 import WeightVersion
-from headwater.common.v1.tensor_pb2 import TensorSpec
 from headwater.errors import Aborted, DataLoss, FailedPrecondition, InvalidArgument, duration
 from headwater.rollout.v1 import rollout_pb2, weights_pb2
-from headwater.rollout.v1.weights_pb2 import Transport, WeightPlan, WeightUpdateMode
+from headwater.rollout.v1.weights_pb2 import Transport, WeightPlan
 from headwater.weights.fingerprint import fingerprint
 from headwater.weights.group import WeightGroup, connect_store
-from headwater.weights.plan import bucket_views, check_plan, spec_of, torch_dtype
+from headwater.weights.plan import bucket_views, check_plan
 from headwater_rollout.engine.base import Engine
+from headwater_rollout.weight_binding import Views, bind, copy_into, live_views, spec_of_views
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class _Update:
 
     plan: WeightPlan
     rendezvous: weights_pb2.Rendezvous
-    targets: list[Sequence[torch.Tensor]]  # live views, in the order of plan.tensors
+    targets: list[Views]  # live views, in the order of plan.tensors
     staging: list[torch.Tensor]  # uint8 [byte_size] per bucket, on the engine's device
     joined: "asyncio.Future[WeightGroup] | None" = None
     received: set[int] = field(default_factory=set)
@@ -53,7 +53,7 @@ class WeightReceiver:
                 f"epoch {plan.epoch} is not newer than {self.epoch}, which this worker has seen", field="epoch"
             )
         check_plan(plan)
-        targets = self._bind(plan)
+        targets = bind(self._engine, plan)
         await self._drop_update(f"epoch {plan.epoch} begins")
         device = targets[0][0].device
         staging = [torch.empty(bucket.byte_size, dtype=torch.uint8, device=device) for bucket in plan.buckets]
@@ -62,29 +62,6 @@ class WeightReceiver:
         if request.rendezvous.transport != Transport.TRANSPORT_GRPC:
             self._update.joined = asyncio.ensure_future(asyncio.to_thread(_join, request.rendezvous))
         return weights_pb2.BeginWeightUpdateResponse(epoch=plan.epoch, digest=plan.digest, bound_count=len(targets))
-
-    def _bind(self, plan: WeightPlan) -> list[Sequence[torch.Tensor]]:
-        """The live views of every tensor of the plan. Raises `InvalidArgument` naming each one that does not fit."""
-        if plan.mode != WeightUpdateMode.WEIGHT_UPDATE_MODE_FULL:
-            raise InvalidArgument(
-                "this worker takes WEIGHT_UPDATE_MODE_FULL; send LoRA merged, as values of the layers it changes",
-                field="plan.mode",
-            )
-        views = self._engine.weight_views(_known_component(self._engine, plan.component))
-        misfits = []
-        for tensor in plan.tensors:
-            if tensor.name not in views:
-                misfits.append(f"{tensor.name} binds nothing")
-            elif (live := _spec(views[tensor.name])) != tensor.spec:
-                misfits.append(f"{tensor.name} is {_describe(tensor.spec)} in the plan and {_describe(live)} here")
-        if misfits:
-            shown = "; ".join(misfits[:5])
-            raise InvalidArgument(
-                f"{len(misfits)} of {len(plan.tensors)} tensors do not fit {plan.component}: {shown}",
-                field="plan.tensors",
-                reason="WEIGHTS_DO_NOT_BIND",
-            )
-        return [views[tensor.name] for tensor in plan.tensors]
 
     async def receive(
         self, requests: AsyncIterator[weights_pb2.ReceiveWeightsRequest]
@@ -136,7 +113,7 @@ class WeightReceiver:
             for index, buffer in enumerate(update.staging):
                 first = update.plan.buckets[index].first_tensor
                 for position, (_, staged) in enumerate(bucket_views(update.plan, index, buffer), start=first):
-                    _copy(staged, update.targets[position])
+                    copy_into(update.targets[position], staged)
             self._engine.weights_changed()
             return [fingerprint(views) for views in update.targets]
 
@@ -155,12 +132,12 @@ class WeightReceiver:
 
     def get_weights(self, request: rollout_pb2.GetWeightsRequest) -> rollout_pb2.GetWeightsResponse:
         """Names, dtypes, shapes and fingerprints of live tensors."""
-        views = self._engine.weight_views(_known_component(self._engine, request.component))
+        views = live_views(self._engine, request.component)
         names = list(request.names) or sorted(views)
         missing = [name for name in names if name not in views]
         if missing:
             raise InvalidArgument(f"{request.component} has no tensor {', '.join(missing[:5])}", field="names")
-        tensors = [weights_pb2.WeightTensor(name=name, spec=_spec(views[name])) for name in names]
+        tensors = [weights_pb2.WeightTensor(name=name, spec=spec_of_views(views[name])) for name in names]
         values = [] if request.specs_only else [fingerprint(views[name]) for name in names]
         return rollout_pb2.GetWeightsResponse(
             weight_version=self.version, tensors=tensors, fingerprints=_fingerprint_messages(names, values)
@@ -219,33 +196,6 @@ async def _receive_chunks(
         message = await anext(aiter(rest), None)
     if position != buffer.numel():
         raise DataLoss(f"the bucket ended after {position} of {buffer.numel()} bytes", field="chunk")
-
-
-def _copy(staged: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-    """Copy one staged tensor into its live views, which are consecutive along dimension 0."""
-    if len(views) == 1:
-        views[0].copy_(staged)
-        return
-    for view, part in zip(views, staged.split([view.shape[0] for view in views]), strict=True):
-        view.copy_(part)
-
-
-def _spec(views: Sequence[torch.Tensor]) -> TensorSpec:
-    spec = spec_of(views[0])
-    if len(views) > 1:
-        spec.shape[0] = sum(view.shape[0] for view in views)
-    return spec
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{str(torch_dtype(spec)).removeprefix('torch.')}{list(spec.shape)}"
-
-
-def _known_component(engine: Engine, component: str) -> str:
-    if component not in engine.info.components:
-        known = ", ".join(engine.info.components)
-        raise InvalidArgument(f"component {component!r} is not one of {known}", field="component")
-    return component
 
 
 def _fingerprint_messages(names: Sequence[str], values: Sequence[int]) -> list[weights_pb2.TensorFingerprint]:
