@@ -447,6 +447,19 @@ async def test_a_deadline_during_generation(engine, executor):
         await generate(stub, request_for(rewards=[]))
 
 
+async def test_a_group_taken_before_the_drain_finishes_even_when_its_turn_comes_later(engine, executor):
+    async with reward_server() as reward, worker_at(engine, executor, reward) as (worker, stub):
+        await worker.generation_lock.acquire()  # another group, or a weight commit
+        waiting = asyncio.create_task(generate(stub, request_for()))
+        await eventually(lambda: worker.status.active_groups == 1)
+        draining = asyncio.create_task(worker.drain())
+        await asyncio.sleep(0.1)
+        worker.generation_lock.release()
+        samples, _ = await waiting
+        assert len(samples) == 2
+        await draining
+
+
 async def test_states_refuse_new_groups(engine, executor):
     async with worker_at(engine, executor) as (worker, stub):
         worker.receiver.quarantined = "tensor x differs"

@@ -71,7 +71,7 @@ class GroupPipeline:
 
     async def run(self, request: GenerateGroupRequest, timeout_s: float) -> AsyncIterator[GenerateGroupResponse]:
         """Yield the samples and then the outcome. See RolloutService.GenerateGroup for the errors."""
-        self._status.check_serving()
+        self._status.check_admission()
         with self._status.group():
             started = time.monotonic()
             # Ends a little before the caller's own deadline, so that the caller learns what was waited for.
@@ -162,7 +162,7 @@ class GroupPipeline:
         An engine cannot be interrupted: when the caller leaves, it goes on, and weights must not change meanwhile.
         """
         try:
-            self._status.check_serving()
+            self._status.check_engine()
             self._check_version(request)
             future = asyncio.get_running_loop().run_in_executor(self._executor, self._engine.generate, engine_request)
         except BaseException:

@@ -49,10 +49,14 @@ class WorkerStatus:
             conditions=self._conditions.values(),
         )
 
-    def check_serving(self) -> None:
-        """Raise `Unavailable` while no group can be generated, with the reason."""
+    def check_admission(self) -> None:
+        """Raise `Unavailable` while no new group is taken, with the reason."""
         if self.draining or self.drained_by_operator:
             raise Unavailable("this worker drains and takes no new groups; use another one", reason="WORKER_DRAINING")
+        self.check_engine()
+
+    def check_engine(self) -> None:
+        """Raise `Unavailable` while the engine cannot generate. Groups taken before a drain still may: they finish."""
         if self.sleeping:
             raise Unavailable("this worker's memory is released; call ResumeMemory first", reason="WORKER_SLEEPING")
         if self._receiver.quarantined is not None:

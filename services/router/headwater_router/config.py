@@ -17,7 +17,7 @@ class RouterConfig:
     """host:port to listen on; port 0 takes any free one."""
     heartbeat_interval_s: float = 1.0
     """How often workers are asked to report."""
-    expiry_s: float = 5.0
+    expiry_s: float = 15.0
     """Silence after which a worker is given up and its groups go to others."""
     queue_capacity: int = 256
     """Prompts without a budget that may wait for a worker."""
