@@ -48,8 +48,8 @@ def address():
 
 
 @contextlib.asynccontextmanager
-async def router_at(address, expiry_s=15):
-    service = RouterService(RouterConfig(heartbeat_interval_s=0.2, expiry_s=expiry_s))
+async def router_at(address):
+    service = RouterService(RouterConfig(heartbeat_interval_s=0.2))
     server = Server(address, name="router")
     server.add(add_RouterServiceServicer_to_server, service, SERVICE)
     await server.start()
