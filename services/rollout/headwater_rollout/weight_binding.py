@@ -1,6 +1,6 @@
 """Which live tensors of an engine a weight plan means, and whether they fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ def bind(engine: Engine, plan: WeightPlan) -> list[Views]:
             "this worker takes WEIGHT_UPDATE_MODE_FULL; send LoRA merged, as values of the layers it changes",
             field="plan.mode",
         )
-    views = live_views(engine, plan.component)
+    views = engine.weight_views(plan.component)
     misfits = []
     for tensor in plan.tensors:
         if tensor.name not in views:
@@ -35,14 +35,6 @@ def bind(engine: Engine, plan: WeightPlan) -> list[Views]:
             reason="WEIGHTS_DO_NOT_BIND",
         )
     return [views[tensor.name] for tensor in plan.tensors]
-
-
-def live_views(engine: Engine, component: str) -> Mapping[str, Views]:
-    """Views by diffusers name. Raises `InvalidArgument` for a component that the engine does not have."""
-    if component not in engine.info.components:
-        known = ", ".join(engine.info.components)
-        raise InvalidArgument(f"component {component!r} is not one of {known}", field="component")
-    return engine.weight_views(component)
 
 
 def copy_into(views: Views, value: torch.Tensor) -> None:

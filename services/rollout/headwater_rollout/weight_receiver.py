@@ -16,7 +16,7 @@ from headwater.weights.fingerprint import fingerprint
 from headwater.weights.group import WeightGroup, connect_store
 from headwater.weights.plan import bucket_views, check_plan
 from headwater_rollout.engine.base import Engine
-from headwater_rollout.weight_binding import Views, bind, copy_into, live_views, spec_of_views
+from headwater_rollout.weight_binding import Views, bind, copy_into, spec_of_views
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class WeightReceiver:
 
     def get_weights(self, request: rollout_pb2.GetWeightsRequest) -> rollout_pb2.GetWeightsResponse:
         """Names, dtypes, shapes and fingerprints of live tensors."""
-        views = live_views(self._engine, request.component)
+        views = self._engine.weight_views(request.component)
         names = list(request.names) or sorted(views)
         missing = [name for name in names if name not in views]
         if missing:

@@ -179,8 +179,7 @@ class _Run:
 
     def _notice(self, reason: str, message: str) -> None:
         if self._frontend is not None:
-            log.warning("%s: %s", reason, message)
-            self._frontend.record.notice(reason, message)
+            self._frontend.notice(reason, message)
 
     def save(self) -> None:
         """Write a checkpoint, then acknowledge what it holds."""

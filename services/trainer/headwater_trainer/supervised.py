@@ -246,8 +246,7 @@ class SupervisedRun:
 
     def _notice(self, reason: str, message: str) -> None:
         if self._frontend is not None:
-            log.warning("%s: %s", reason, message)
-            self._frontend.record.notice(reason, message)
+            self._frontend.notice(reason, message)
 
 
 class _Order:

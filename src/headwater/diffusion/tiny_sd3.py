@@ -33,7 +33,7 @@ _CONSTANT = 30.0  # of the constant channels: it dominates the norms, which make
 _MEAN_GAIN = 7.0  # how much more of a picture's mean colour than of its texture the decoder shows
 _COLOUR_GAIN = 0.3  # pixel value in [-1, 1] per unit of latent
 
-_PIPELINE = {
+PIPELINE = {
     "_class_name": "StableDiffusion3Pipeline",
     "_diffusers_version": "0.37.0",
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
@@ -71,7 +71,7 @@ def build(out_dir: str | Path, seed: int = 0) -> Path:
         _transformer().save_pretrained(root / "transformer")
         _tiny_vae().save_pretrained(root / "vae")
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(root / "scheduler")
-    (root / "model_index.json").write_text(json.dumps(_PIPELINE, indent=1))
+    (root / "model_index.json").write_text(json.dumps(PIPELINE, indent=1))
     return root
 
 

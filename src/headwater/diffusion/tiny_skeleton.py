@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from headwater.diffusion.families.config import read_config
+from headwater.diffusion.tiny_sd3 import PIPELINE
 
 SIZE_PX = 64
 CLIP_TOKENS, T5_TOKENS = 24, 1
@@ -36,19 +37,8 @@ _WORDS = (
 )
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
-_PIPELINE = {
-    "_class_name": "StableDiffusion3Pipeline",
-    "_diffusers_version": "0.37.0",
-    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-    "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
-    "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
-    "text_encoder_3": ["transformers", "T5EncoderModel"],
-    "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-    "tokenizer_2": ["transformers", "PreTrainedTokenizerFast"],
-    "tokenizer_3": ["transformers", "PreTrainedTokenizerFast"],
-    "transformer": ["diffusers", "SD3Transformer2DModel"],
-    "vae": ["diffusers", "AutoencoderKL"],
-}
+_TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+_PIPELINE = PIPELINE | {name: ["transformers", "PreTrainedTokenizerFast"] for name in _TOKENIZERS}
 
 
 def build(out_dir: str | Path, vae_dir: str | Path, seed: int = 0) -> Path:

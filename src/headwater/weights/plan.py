@@ -6,34 +6,29 @@ import torch
 import xxhash
 
 from headwater.common.v1.sample_pb2 import WeightVersion
-from headwater.common.v1.tensor_pb2 import DType, TensorSpec
+from headwater.common.v1.tensor_pb2 import TensorSpec
 from headwater.errors import InvalidArgument
 from headwater.rollout.v1.weights_pb2 import WeightBucket, WeightPlan, WeightTensor, WeightUpdateMode
+from headwater.tensors import torch_codec
 
 ALIGNMENT_BYTES = 16
 DEFAULT_BUCKET_BYTES = 256 * 1024 * 1024
 
-_TORCH_DTYPES: dict["DType.ValueType", torch.dtype] = {
-    DType.D_TYPE_FLOAT32: torch.float32,
-    DType.D_TYPE_BFLOAT16: torch.bfloat16,
-    DType.D_TYPE_FLOAT16: torch.float16,
-    DType.D_TYPE_FLOAT64: torch.float64,
-}
-_PROTO_DTYPES = {value: key for key, value in _TORCH_DTYPES.items()}
+_WEIGHT_DTYPES = {value: dtype for value, dtype in torch_codec.TORCH_DTYPES.items() if dtype.is_floating_point}
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Dtype and shape of a weight. Raises `InvalidArgument` for a dtype that weights do not have."""
-    if tensor.dtype not in _PROTO_DTYPES:
+    if tensor.dtype not in _WEIGHT_DTYPES.values():
         raise InvalidArgument(f"weights of dtype {tensor.dtype} cannot be sent; cast to float32 or bfloat16")
-    return TensorSpec(dtype=_PROTO_DTYPES[tensor.dtype], shape=list(tensor.shape))
+    return torch_codec.spec_of(tensor)
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """The torch dtype of a spec. Raises `InvalidArgument` for one that weights do not have."""
-    if spec.dtype not in _TORCH_DTYPES:
+    if spec.dtype not in _WEIGHT_DTYPES:
         raise InvalidArgument(f"dtype {spec.dtype} is not a weight dtype", field="plan.tensors.spec.dtype")
-    return _TORCH_DTYPES[spec.dtype]
+    return _WEIGHT_DTYPES[spec.dtype]
 
 
 def build_plan(

@@ -68,6 +68,7 @@ class Engine(Protocol):
 
         Each name maps to views into the engine's own storage that together hold the tensor, split along dimension 0
         where the engine has fused or sharded it (normally one view). Writing to a view changes the next generation.
+        Raises `InvalidArgument` for a component that the engine does not have.
         """
         ...
 

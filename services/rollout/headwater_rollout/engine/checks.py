@@ -28,5 +28,13 @@ def check_request(request: GroupRequest, info: EngineInfo) -> None:
         )
 
 
+def check_component(component: str, info: EngineInfo) -> None:
+    """Raise `InvalidArgument` for a component that the engine described by `info` does not have."""
+    if component not in info.components:
+        raise InvalidArgument(
+            f"component {component!r} does not exist in {info.family}; use one of {info.components}", field="component"
+        )
+
+
 def _invalid(field: str, what: str) -> InvalidArgument:
     return InvalidArgument(f"{field} {what}", field=field, reason="REQUEST_INVALID")

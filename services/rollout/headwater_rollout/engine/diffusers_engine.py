@@ -12,7 +12,7 @@ from headwater.diffusion import families
 from headwater.diffusion.schedules import schedule
 from headwater.errors import FailedPrecondition, InvalidArgument
 from headwater_rollout.engine.base import EngineInfo, GroupRequest, GroupResult
-from headwater_rollout.engine.checks import check_request
+from headwater_rollout.engine.checks import check_component, check_request
 from headwater_rollout.engine.recorder import Recorder
 
 
@@ -79,11 +79,7 @@ class DiffusersEngine:
 
     def weight_views(self, component: str) -> Mapping[str, Sequence[Tensor]]:
         """Live parameters of a component by diffusers name; see `Engine.weight_views`."""
-        if component not in self.info.components:
-            raise InvalidArgument(
-                f"component {component!r} does not exist in {self.info.family}; use one of {self.info.components}",
-                field="component",
-            )
+        check_component(component, self.info)
         module = getattr(self._pipeline, component)
         return {name: (parameter.detach(),) for name, parameter in module.named_parameters()}
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headwater.diffusion import families
 from headwater.diffusion.schedules import schedule
-from headwater.errors import FailedPrecondition, Internal, InvalidArgument
+from headwater.errors import FailedPrecondition, Internal
 from headwater_rollout.engine.base import EngineInfo, GroupRequest, GroupResult
-from headwater_rollout.engine.checks import check_request
+from headwater_rollout.engine.checks import check_component, check_request
 from headwater_rollout.engine.recorder import Recorder
 from headwater_rollout.engine.sglang import plugin
 from headwater_rollout.engine.sglang.weights import live_views
@@ -77,11 +77,7 @@ class SglangEngine:
 
     def weight_views(self, component: str) -> Mapping[str, Sequence[Tensor]]:
         """Live parameters of a component by diffusers name; see `Engine.weight_views`."""
-        if component not in self.info.components:
-            raise InvalidArgument(
-                f"component {component!r} does not exist in {self.info.family}; use one of {self.info.components}",
-                field="component",
-            )
+        check_component(component, self.info)
         return live_views(self._worker.pipeline.get_module(component), Path(self._model) / component)
 
     def weights_changed(self) -> None:
