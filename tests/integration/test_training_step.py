@@ -10,6 +10,7 @@ from headwater_trainer.optimizer import make_optimizer
 from headwater_trainer.pairs import pairs_of
 from headwater_trainer.ranks import RunFailed, join
 from headwater_trainer.train import Hooks, Trainer, train
+from headwater_trainer.transition_pairs import transitions
 from recorded import make_groups
 
 from headwater.config.load import parse_recipe
@@ -228,20 +229,22 @@ def test_a_damaged_trajectory_is_refused_with_the_reason(change, message, model,
         trajectory.trained_steps[:] = [2, 3]
     change(trajectory)
     with pytest.raises(DataLoss, match=message):
-        pairs_of(group, [0], store.get)
+        pairs_of(group, [0], store.get, transitions)
 
 
 def test_pairs_are_ordered_by_step_and_sample_as_the_engine_ran_them(model, store):
     group = make_groups(parse_recipe(RECIPE.format(model=model)), store, "run", 1)[0]
     first = group.samples[0].trajectory.trained_steps[0]
-    found = [(pair.step, pair.sample_index) for pair in pairs_of(group, [0, 1, 2], store.get)]
+    found = [(pair.step, pair.sample_index) for pair in pairs_of(group, [0, 1, 2], store.get, transitions)]
     assert found == [(step, sample) for step in (first, first + 1) for sample in (0, 1, 2)]
 
 
 def test_advantages_belong_to_their_samples(model, store, ranks):
     recipe = parse_recipe(RECIPE.format(model=model))
     groups = make_groups(recipe, store, "run", 2)
-    batch = load_batch(groups, 1, store.get, ranks, lambda group_id, reason: None)
+    batch = load_batch(
+        groups, 1, lambda g, i: pairs_of(g, i, store.get, transitions), ranks, lambda group_id, reason: None
+    )
     assign_advantages(batch, recipe)
     for group in groups:
         rewards = train_rewards(group)["first"]

@@ -59,7 +59,7 @@ class ObjectiveSection(Section):
     beta: PositiveFloat = 1.0
     """nft: how far the implicit positive and negative policies lie from the old one, in units of new - old."""
     old_decay: Literal["zero", "ramp", "late_ramp"] = "ramp"
-    """nft: decay of the old policy after n updates: 0, min(0.001 n, 0.5), or min(0.0075 (n - 75), 0.999) from n = 75."""
+    """nft: decay of the old policy after n updates: 0, min(0.001 n, 0.5), or min(0.0075 (n - 75), 0.999) for n > 75."""
     sigmas_per_sample: Positive | None = None
     """nft: noise levels of the sampling grid that a sample is trained at; absent: floor(0.99 steps), at least 1."""
     std_normalization: bool = True
@@ -77,6 +77,11 @@ class ObjectiveSection(Section):
     def stochastic(self) -> bool:
         """Whether rollout takes stochastic steps; otherwise it follows the ODE and stores the final latents alone."""
         return self.name in _READ_BY["sampling.transition"]
+
+    @property
+    def keeps_old_policy(self) -> bool:
+        """Whether rollout samples from an old policy that follows the trained one."""
+        return self.name in _READ_BY["objective.old_decay"]
 
 
 def check_keys(recipe: BaseModel, objective: ObjectiveName) -> None:
