@@ -19,7 +19,8 @@ class RolloutConfig:
     bind: str = "127.0.0.1:7410"
     """host:port to listen on; port 0 takes any free one."""
     advertise: str = ""
-    """host:port at which the router reaches this worker; empty: where it listens."""
+    """host:port at which router and trainer reach this worker; empty: where it listens, and when it listens on every
+    address, the one that the router is reached from."""
     router: str = ""
     """Router to register at; empty: stand alone."""
     rewards: tuple[str, ...] = ()

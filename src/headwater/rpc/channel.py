@@ -13,6 +13,7 @@ OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 3_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 3_000),
     ("grpc.enable_retries", 0),  # each caller decides what may be repeated
     ("grpc.lb_policy_name", "round_robin"),
 )

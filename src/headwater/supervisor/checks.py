@@ -3,12 +3,9 @@
 import socket
 from collections.abc import Mapping
 
-import grpc
 import redis
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headwater.errors import InvalidArgument, Unavailable
-from headwater.rpc.channel import sync_channel
 
 PING_TIMEOUT_S = 3.0
 
@@ -38,17 +35,6 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def serves(address: str, timeout_s: float = 1.0) -> bool:
-    """Whether a gRPC server at host:port says SERVING."""
-    with sync_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
-        except grpc.RpcError:
-            return False
-    return reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def redis_answers(url: str, timeout_s: float = 1.0) -> bool:

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from headwater.errors import InvalidArgument
-from headwater.supervisor.checks import check_ports_free, check_redis, serves
+from headwater.rpc.health import serves
+from headwater.supervisor.checks import check_ports_free, check_redis
 from headwater.supervisor.gpus import assign, visible_gpus
 from headwater.supervisor.process import ServiceSpec
 from headwater.supervisor.supervisor import Supervisor

@@ -7,14 +7,13 @@ engine that binds its default group to a device would then receive into an unini
 
 import contextlib
 import datetime
-import ipaddress
-import socket
 
 import torch
 import torch.distributed as dist
 
 from headwater.errors import InvalidArgument, Unavailable
 from headwater.rollout.v1.weights_pb2 import Transport
+from headwater.rpc.address import local_address
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -82,13 +81,3 @@ def _make_backend(
         f"{Transport.Name(transport)} has no process group; use TRANSPORT_NCCL, TRANSPORT_GLOO or TRANSPORT_GRPC",
         field="rendezvous.transport",
     )
-
-
-def local_address(peer: str) -> str:
-    """The address of this machine that `peer` (host name or address) is reached from; loopback for loopback."""
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(peer).is_loopback:
-            return peer
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))  # no packet leaves: a UDP connect only chooses the route
-        return str(probe.getsockname()[0])
