@@ -11,6 +11,7 @@ async def serve(config: RewardConfig) -> None:
     """Start, load the rewards, serve, drain."""
     from headwater.reward.v1 import reward_pb2, reward_pb2_grpc
     from headwater.rpc.server import Server, serve_until_signal
+    from headwater.telemetry.metrics import serve_metrics
     from headwater_reward import registry
     from headwater_reward.service import RewardService
 
@@ -20,6 +21,7 @@ async def serve(config: RewardConfig) -> None:
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, service, full_name)
     await server.start()
     await service.load()
+    serve_metrics(config.metrics_bind, service.figures)
     await server.set_serving(True)
     await serve_until_signal(server, drain=service.drain, grace_s=config.drain_grace_s)
 

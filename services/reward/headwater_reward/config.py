@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from headwater.telemetry import metrics
+
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -28,6 +30,8 @@ class RewardConfig:
     """After SIGTERM: how long waiting items may take to be scored."""
     blob_root: str = ""
     """Root of the blob store (a folder or an fsspec URL); empty: media come inline only."""
+    metrics_bind: str = ""
+    """host:port of figures for Prometheus; empty: none."""
     insecure: bool = False
     """Allow a bind that other machines can reach, without TLS."""
 
@@ -61,6 +65,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RewardConfig:
             _flag(name), type=kind, default=getattr(default, name), help=f"{text} (default %(default)s)"
         )
     parser.add_argument("--blob-root", default="", help="root of the blob store, for media that come by reference")
+    metrics.add_argument(parser)
     parser.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
     try:
         return RewardConfig(**vars(parser.parse_args(argv)))

@@ -6,6 +6,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headwater.telemetry import metrics
+
 ENGINES = ("sglang", "diffusers")
 PRECISIONS = ("fp32", "bf16")
 
@@ -45,6 +47,8 @@ class RolloutConfig:
     """Longest time for a group whose caller sets no deadline."""
     drain_grace_s: float = 120.0
     """After SIGTERM: how long running groups may take to finish."""
+    metrics_bind: str = ""
+    """host:port of figures for Prometheus; empty: none."""
     insecure: bool = False
     """Allow a bind that other machines can reach, without TLS."""
 
@@ -86,6 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RolloutConfig:
     text("--capacity-groups", type=int, default=default.capacity_groups, help="groups at once (default %(default)s)")
     text("--timeout-s", type=float, default=default.timeout_s, help="of a group without deadline (default %(default)s)")
     text("--drain-grace-s", type=float, default=default.drain_grace_s, help="after SIGTERM (default %(default)s)")
+    metrics.add_argument(parser)
     text("--insecure", action="store_true", help="allow a bind that other machines can reach")
     values = vars(parser.parse_args(argv))
     try:

@@ -24,6 +24,8 @@ async def serve(config: RouterConfig) -> None:
     """Serve until a signal comes, then drain."""
     from headwater.router.v1.router_pb2_grpc import add_RouterServiceServicer_to_server
     from headwater.rpc.server import Server, serve_until_signal
+    from headwater.telemetry.metrics import serve_metrics
+    from headwater_router.metrics import figures
     from headwater_router.service import SERVICE, RouterService
 
     server = Server(config.bind, name="router", insecure=config.insecure)
@@ -31,6 +33,7 @@ async def serve(config: RouterConfig) -> None:
     server.add(add_RouterServiceServicer_to_server, service, SERVICE)
     await server.start()
     await service.open()
+    serve_metrics(config.metrics_bind, lambda: figures(service.status()), asyncio.get_running_loop())
     await server.set_serving(True)
     await serve_until_signal(server, drain=service.drain, grace_s=config.drain_grace_s)
     await service.close()

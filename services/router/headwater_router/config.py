@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from headwater.telemetry import metrics
+
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 """Longest timeout that a prompt may ask for: one week."""
 
@@ -27,6 +29,8 @@ class RouterConfig:
     """From acceptance to outcome, for a prompt that sets no timeout."""
     drain_grace_s: float = 30.0
     """After SIGTERM: how long running groups may take to finish."""
+    metrics_bind: str = ""
+    """host:port of figures for Prometheus; empty: none."""
     insecure: bool = False
     """Allow a bind that other machines can reach, without TLS."""
 
@@ -61,6 +65,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         parser.add_argument(
             _flag(name), type=kind, default=getattr(default, name), help=f"{text} (default %(default)s)"
         )
+    metrics.add_argument(parser)
     parser.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
     try:
         return RouterConfig(**vars(parser.parse_args(argv)))

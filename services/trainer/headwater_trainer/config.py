@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headwater.telemetry import metrics
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -20,6 +22,7 @@ class TrainerConfig:
     device: str = "auto"
     wait_limit_s: float = 1800.0
     collective_timeout_s: float = 1800.0
+    metrics_bind: str = ""
     insecure: bool = False
 
 
@@ -48,6 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainerConfig:
     parser.add_argument(
         "--collective-timeout-s", type=float, default=1800.0, help="longest wait for another rank (default %(default)s)"
     )
+    metrics.add_argument(parser)
     parser.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
     options = parser.parse_args(argv)
     for name in ("wait_limit_s", "collective_timeout_s"):
