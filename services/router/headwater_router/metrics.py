@@ -13,14 +13,10 @@ def figures(status: GetStatusResponse) -> Iterator[Figure]:
     """Queue, groups in flight, budgets, and each worker's load and weights."""
     yield Figure("headwater_router_queued_prompts", "Prompts that wait for a worker", status.queued_prompts)
     yield Figure("headwater_router_running_prompts", "Prompts that a worker is serving", status.running_prompts)
-    yield Figure(
-        "headwater_router_queue_capacity", "Most prompts without a budget that may wait", status.queue_capacity
-    )
+    yield Figure("headwater_router_queue_capacity", "Most waiting prompts without a budget", status.queue_capacity)
     yield Figure("headwater_router_finished_groups_total", "Groups finished since start", status.finished_groups)
     yield Figure("headwater_router_failed_prompts_total", "Prompts failed since start", status.failed_prompts)
-    yield Figure(
-        "headwater_router_retried_attempts_total", "Attempts repeated on another worker", status.retried_attempts
-    )
+    yield Figure("headwater_router_retried_attempts_total", "Attempts tried again elsewhere", status.retried_attempts)
     for budget in status.budgets:
         run = {"run_id": budget.run_id}
         yield Figure("headwater_router_budget_charged_groups", "Groups in flight of a run", budget.charged_groups, run)
@@ -31,12 +27,10 @@ def figures(status: GetStatusResponse) -> Iterator[Figure]:
         yield Figure("headwater_worker_state", "1 for the state that a worker is in", 1, {**own, "state": state})
         yield Figure("headwater_worker_accepting", "Whether a worker is given groups", float(worker.accepting), own)
         yield Figure("headwater_worker_assigned_groups", "Groups that a worker has", worker.assigned_groups, own)
-        yield Figure(
-            "headwater_worker_capacity_groups", "Groups that a worker takes at once", worker.capacity_groups, own
-        )
+        yield Figure("headwater_worker_capacity_groups", "Groups it takes at once", worker.capacity_groups, own)
         yield Figure(
             "headwater_worker_finished_groups_total",
-            "Groups since the worker's start",
+            "Groups since its start",
             worker.report.finished_groups,
             own,
         )
