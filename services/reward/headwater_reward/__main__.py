@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from headwater_reward.config import RewardConfig, parse_args
 
+CONNECTION_AGE_S = 10.0
+"""How soon rollout workers notice reward servers that were added under the same name."""
+
 
 async def serve(config: RewardConfig) -> None:
     """Start, load the rewards, serve, drain."""
@@ -16,7 +19,7 @@ async def serve(config: RewardConfig) -> None:
     from headwater_reward.service import RewardService
 
     service = RewardService(registry.create(config.rewards), config)
-    server = Server(config.bind, name="reward", insecure=config.insecure)
+    server = Server(config.bind, name="reward", insecure=config.insecure, connection_age_s=CONNECTION_AGE_S)
     full_name = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, service, full_name)
     await server.start()
