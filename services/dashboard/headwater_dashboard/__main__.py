@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         credentials.use(Security.take(vars(config)))
         check_bind(
             config.bind, PLAIN, insecure=config.insecure, lacking="has no login",
-            remedy="bind 127.0.0.1 and reach it by a tunnel or a proxy with a login, or say --insecure inside a network "
-            "that you trust",
+            remedy="bind 127.0.0.1 and reach it by a tunnel or a proxy with a login, or say --insecure inside a "
+            "network that you trust",
         )  # fmt: skip
     except HeadwaterError as error:
         sys.exit(f"headwater-dashboard: {error.message}")

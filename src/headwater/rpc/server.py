@@ -33,8 +33,8 @@ _OPTIONS = (
 )
 _LACKING = "does not have both TLS and tokens"
 _REMEDY = (
-    "give --tls-cert, --tls-key and --tokens (`headwater certs DIR` makes them), bind 127.0.0.1, or say --insecure inside "
-    "a network that you trust"
+    "give --tls-cert, --tls-key and --tokens (`headwater certs DIR` makes them), bind 127.0.0.1, or say --insecure "
+    "inside a network that you trust"
 )
 
 
