@@ -58,7 +58,10 @@ deploy/secrets/redis_password: | install
 	for name in grafana_password redis_password; do \
 	  $(BIN)/python -c 'import secrets; print(secrets.token_urlsafe(32))' >deploy/secrets/$$name; done
 
+# A CPU build of torch that pip finds among this machine's own files saves naming an index of such builds.
 compose-build:
+	@ls deploy/wheels/torch-*.whl >/dev/null 2>&1 || pip download --quiet --no-index --no-deps -d deploy/wheels \
+	  "$$(grep '^torch==' requirements/cpu.txt)" 2>/dev/null || true
 	$(COMPOSE) -f deploy/compose.yaml build
 
 compose-up: deploy/secrets/redis_password compose-build
