@@ -79,9 +79,8 @@ class Fleet:
             states = [self.health(container) for container in self.containers(service)]
             if states == ["healthy"] * count:
                 return
-            assert time.monotonic() < deadline, f"{service} is {states}, not {count} times healthy:\n" + self.logs(
-                service
-            )
+            late = time.monotonic() > deadline
+            assert not late, f"{service} is {states}, not {count} times healthy:\n{self.logs(service)}"
             time.sleep(1.0)
 
     def logs(self, service: str) -> str:

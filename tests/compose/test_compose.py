@@ -147,9 +147,8 @@ def test_a_run_learns_while_services_are_scaled_and_killed(fleet: Fleet, tmp_pat
 def established(fleet: Fleet, container: str) -> bool:
     """Whether somebody is connected to port 7401 of the container."""
     table = fleet.call(["docker", "exec", container, "cat", "/proc/net/tcp", "/proc/net/tcp6"])
-    return any(
-        row.split()[1].endswith(":1CE9") and row.split()[3] == "01" for row in table.splitlines() if ":1CE9" in row
-    )
+    rows = [row.split() for row in table.splitlines() if ":1CE9" in row]  # 7401
+    return any(local.endswith(":1CE9") and state == "01" for _, local, _, state, *_ in rows)
 
 
 def test_down_leaves_nothing(fleet: Fleet):
