@@ -35,7 +35,8 @@ fi
 # Not needed to run: tests, headers and build tools of torch; compilers and debug symbols of triton, which SGLang imports
 # even where no GPU is.
 cd /opt/headwater/lib/python3*/site-packages
-rm -rf torch/test torch/include torch/bin torch/share
+rm -rf torch/test torch/include torch/share
+[ ! -d torch ] || find torch/bin -type f ! -name torch_shm_manager -delete
 if [ -d triton ]; then
   rm -rf triton/backends/*/bin triton/backends/*/lib triton/backends/*/include
   strip --strip-unneeded triton/_C/*.so
