@@ -28,10 +28,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A configuration that cannot work ends the process with status 1 and says why."""
     config = parse_args(argv)
     from headwater.errors import HeadwaterError
+    from headwater.rpc import credentials
     from headwater.telemetry import setup_logging
 
     setup_logging("reward")
     try:
+        credentials.use(config.security)
         asyncio.run(serve(config))
     except HeadwaterError as error:
         sys.exit(f"headwater-reward: {error.message}")

@@ -4,7 +4,10 @@ import argparse
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
+from headwater.stream import address
 
 ENGINES = ("sglang", "diffusers")
 PRECISIONS = ("fp32", "bf16")
@@ -30,8 +33,8 @@ class RolloutConfig:
     """Precision of the denoiser."""
     device: str = ""
     """Device of the engine; empty: a GPU when there is one, else the CPU."""
-    redis: str = ""
-    """Redis URL; empty: this worker cannot publish."""
+    redis: str = field(default="", repr=False)
+    """Redis URL with its password; empty: this worker cannot publish."""
     blob_root: str = ""
     """Blob store; empty: this worker cannot publish."""
     worker_id: str = ""
@@ -45,7 +48,9 @@ class RolloutConfig:
     drain_grace_s: float = 120.0
     """After SIGTERM: how long running groups may take to finish."""
     insecure: bool = False
-    """Allow a bind that other machines can reach, without TLS."""
+    """Allow a bind that other machines can reach, without TLS and tokens."""
+    security: Security = PLAIN
+    """TLS files and tokens."""
 
     def __post_init__(self) -> None:
         for name in ("max_group_size", "capacity_groups", "timeout_s", "drain_grace_s"):
@@ -78,17 +83,18 @@ def parse_args(argv: Sequence[str] | None = None) -> RolloutConfig:
     text("--engine", choices=ENGINES, default=default.engine, help="(default %(default)s)")
     text("--precision", choices=PRECISIONS, default=default.precision, help="of the denoiser (default %(default)s)")
     text("--device", default="", help='e.g. "cpu" or "cuda:0" (default: a GPU when there is one)')
-    text("--redis", default=os.environ.get("REDIS_URL", ""), help="redis://host:port (default $REDIS_URL)")
+    address.add_arguments(parser, default="", text="redis://host:port (default $REDIS_URL)")
     text("--blob-root", default="", help="folder or URL that this worker and the trainer share")
     text("--worker-id", default="", help="stable name at the router (default: host and port)")
     text("--max-group-size", type=int, default=default.max_group_size, help="(default %(default)s)")
     text("--capacity-groups", type=int, default=default.capacity_groups, help="groups at once (default %(default)s)")
     text("--timeout-s", type=float, default=default.timeout_s, help="of a group without deadline (default %(default)s)")
     text("--drain-grace-s", type=float, default=default.drain_grace_s, help="after SIGTERM (default %(default)s)")
-    text("--insecure", action="store_true", help="allow a bind that other machines can reach")
+    add_insecure(parser)
+    add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))
     try:
-        return RolloutConfig(**values)
+        return RolloutConfig(redis=address.take(values), security=Security.take(values), **values)
     except ValueError as error:
         parser.error(str(error))
 

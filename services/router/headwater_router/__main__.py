@@ -11,10 +11,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit status 0 after a drained stop, 1 when it cannot start, 2 for a wrong command line."""
     config = parse_args(argv)
     from headwater.errors import HeadwaterError  # after parsing, so that --help stays quick
+    from headwater.rpc import credentials
     from headwater.telemetry.logging import setup_logging
 
     setup_logging("router")
     try:
+        credentials.use(config.security)
         asyncio.run(serve(config))
     except HeadwaterError as error:
         sys.exit(f"headwater-router: {error.message}")

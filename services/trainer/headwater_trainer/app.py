@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from headwater.errors import HeadwaterError
+from headwater.rpc import credentials
 from headwater.rpc.server import Server
 from headwater.telemetry import setup_logging
 from headwater.trainer.v1.trainer_pb2 import RunState, StartRunRequest
@@ -31,6 +32,7 @@ def run_trainer(config: TrainerConfig) -> int:
     setup_logging(f"trainer{os.environ.get('RANK', '0')}")
     with join(config.device, config.collective_timeout_s) as ranks:
         try:
+            credentials.use(config.security)
             return _lead(config, ranks) if ranks.is_first else _follow(config, ranks)
         except HeadwaterError as error:
             log.error("%s", error.message)

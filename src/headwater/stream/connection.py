@@ -12,6 +12,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headwater.errors import FailedPrecondition, HeadwaterError, InvalidArgument, Unavailable
 
+_URL_REMEDY = (
+    "use redis://host:port/0 or rediss://… for TLS, and give a password with "
+    "--redis-password-file, or in the URL with its special characters escaped"
+)
+
 # Errors after which the same command may be sent again (all commands used here are idempotent).
 RETRYABLE = (RedisConnectionError, RedisTimeoutError)
 
@@ -40,10 +45,9 @@ def address_of(url: str) -> str:
     """host:port of a Redis URL, without credentials."""
     try:
         options = redis.connection.parse_url(url)
-    except ValueError as error:
-        raise InvalidArgument(
-            f"the Redis URL is not valid: {error}; use redis://host:port", field="redis_url"
-        ) from error
+    except ValueError:  # whose text may hold a part of the password
+        shown = repr(url) if "@" not in url else "(not shown, as it may hold a password)"
+        raise InvalidArgument(f"the Redis URL {shown} is wrong; {_URL_REMEDY}", field="redis_url") from None
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
 
 

@@ -9,6 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headwater.errors import InvalidArgument, Unavailable
 from headwater.rpc.channel import sync_channel
+from headwater.stream.address import split_password
+from headwater.stream.connection import address_of
 
 PING_TIMEOUT_S = 3.0
 
@@ -62,19 +64,14 @@ def redis_answers(url: str, timeout_s: float = 1.0) -> bool:
 
 def check_redis(url: str) -> None:
     """Raise `InvalidArgument` for a malformed URL and `Unavailable` when nothing answers there within seconds."""
+    address_of(url)
     try:
-        client = redis.Redis.from_url(url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S)
-    except ValueError as e:
-        raise InvalidArgument(
-            f"the Redis URL {url!r} is wrong: {e}; e.g. redis://127.0.0.1:6379/0", field="redis"
-        ) from e
-    try:
-        with client:
+        with redis.Redis.from_url(url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S) as client:
             client.ping()
     except redis.RedisError as e:
         raise Unavailable(
-            f"Redis at {url} does not answer: {e}. Start it, correct REDIS_URL or --redis, or give neither to use the "
-            "embedded Valkey",
+            f"Redis at {split_password(url)[0]} does not answer: {e}. Start it, correct REDIS_URL or --redis, or give "
+            "neither to use the embedded Valkey",
             field="redis",
             reason="REDIS_UNREACHABLE",
         ) from e
