@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from headwater.rpc.security import Security, add_arguments
+from headwater.rpc.security import PLAIN, Security, add_arguments
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging("dashboard")
     try:
         credentials.use(Security.take(vars(config)))
-        check_bind(config.bind, insecure=config.insecure)
+        check_bind(
+            config.bind, PLAIN, insecure=config.insecure, lacking="has no login",
+            remedy="bind 127.0.0.1 and reach it by a tunnel or a proxy with a login, or say --insecure inside a "
+            "network that you trust",
+        )  # fmt: skip
     except HeadwaterError as error:
         sys.exit(f"headwater-dashboard: {error.message}")
     host, _, port = config.bind.rpartition(":")

@@ -31,6 +31,11 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+_LACKING = "does not have both TLS and tokens"
+_REMEDY = (
+    "give --tls-cert, --tls-key and --tokens (`headwater certs DIR` makes them), bind 127.0.0.1, or say --insecure "
+    "inside a network that you trust"
+)
 
 
 class Server:
@@ -44,7 +49,7 @@ class Server:
         """
         security = current() if security is None else security
         self._credentials = server_credentials(security)
-        check_bind(bind, protected=self._credentials is not None and bool(security.tokens), insecure=insecure)
+        check_bind(bind, security, insecure=insecure)
         self.name = name
         self._bind = bind
         guards = [Authorization(TokenList(security.tokens))] if security.tokens else []
@@ -112,23 +117,24 @@ async def serve_until_signal(
     log.info("%s stopped", server.name)
 
 
-def check_bind(bind: str, *, protected: bool = False, insecure: bool = False) -> None:
-    """Refuse a malformed address, and one that other machines can reach unless `protected` (TLS and tokens) or
-    `insecure`. Raises `InvalidArgument`.
+def check_bind(
+    bind: str, security: Security, *, insecure: bool, lacking: str = _LACKING, remedy: str = _REMEDY
+) -> None:
+    """Refuse a malformed address, and one that other machines can reach without TLS, tokens or `insecure`.
+
+    Raises `InvalidArgument`, which says what the service is `lacking` and the `remedy`.
     """
     host, separator, port = bind.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise InvalidArgument(f"--bind {bind!r} is not host:port, e.g. 127.0.0.1:7400", field="bind")
-    if protected or insecure or host == "localhost":
+    if insecure or host == "localhost" or (security.tls_cert and security.tls_key and security.tokens):
         return
     loopback = False
     with contextlib.suppress(ValueError):
         loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
     if not loopback:
         raise InvalidArgument(
-            f"--bind {bind} is reachable from other machines, and the service does not have both TLS and tokens; give "
-            "--tls-cert, --tls-key and --tokens (`headwater certs DIR` makes them), bind 127.0.0.1, or say --insecure "
-            "inside a network that you trust",
+            f"--bind {bind} is reachable from other machines, and the service {lacking}; {remedy}",
             field="bind",
             reason="INSECURE_BIND",
         )

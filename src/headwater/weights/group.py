@@ -18,9 +18,21 @@ from headwater.rollout.v1.weights_pb2 import Transport
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous of an update, served by the sender on a free port (`.port`) of `host`."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+    """The rendezvous of an update, served by the sender on a free port (`.port`) of `host`, and of no other address.
+
+    Raises `InvalidArgument` when `host` is no address of this machine.
+    """
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InvalidArgument(
+            f"the weight update cannot listen on {host}: {error.strerror or error}; give an address of this machine "
+            "that workers reach with --weight-host",
+            field="weight_host",
+        ) from error
+    port, timeout = listener.getsockname()[1], datetime.timedelta(seconds=timeout_s)
+    # Left to itself, TCPStore listens on every interface.
+    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
