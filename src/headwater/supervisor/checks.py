@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headwater.errors import InvalidArgument, Unavailable
 from headwater.rpc.channel import sync_channel
 from headwater.stream.address import split_password
-from headwater.stream.connection import address_of
+from headwater.stream.connection import address_of, explain
 
 PING_TIMEOUT_S = 3.0
 
@@ -68,6 +68,8 @@ def check_redis(url: str) -> None:
     try:
         with redis.Redis.from_url(url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S) as client:
             client.ping()
+    except redis.AuthenticationError as e:
+        raise explain(e, url) from None
     except redis.RedisError as e:
         raise Unavailable(
             f"Redis at {split_password(url)[0]} does not answer: {e}. Start it, correct REDIS_URL or --redis, or give "
