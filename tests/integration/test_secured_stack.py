@@ -25,7 +25,7 @@ from headwater.supervisor.supervisor import Supervisor
 PASSWORD = "p@ss/w:rd#1"
 ROOT = Path(__file__).parents[2]
 TRAIN = [
-    "train", str(ROOT / "recipes/quickstart.toml"), "--run-id", "secured", "sampling.height_px=32",
+    "train", "--run-id", "secured", str(ROOT / "recipes/quickstart.toml"), "sampling.height_px=32",
     "sampling.width_px=32", "sampling.steps=3", "train.steps=2", "train.groups_per_step=2", "train.group_size=4",
     "train.micro_batch_size=4", "filters=[]",
 ]  # fmt: skip
