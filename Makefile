@@ -71,7 +71,7 @@ compose-down:
 	$(COMPOSE) -f deploy/compose.yaml down
 
 test-compose: install compose-build
-	HEADWATER_TEST_COMPOSE=1 COMPOSE="$(COMPOSE)" $(BIN)/python -m pytest -s tests/compose $(ARGS)
+	COMPOSE_TEST=1 COMPOSE="$(COMPOSE)" $(BIN)/python -m pytest -s tests/compose $(ARGS)
 
 protos: install
 	$(BIN)/python scripts/generate_protos.py

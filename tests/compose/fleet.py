@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HEADWATER = [sys.executable, "-m", "headwater.cli.main"]
+MODEL = "tiny-stable-diffusion-3-medium"
 SERVICES = ("redis", "router", "reward", "rollout", "trainer", "dashboard")
 
 
@@ -40,11 +41,18 @@ class Fleet:
             **os.environ,
             "COMPOSE_PROJECT_NAME": self.project,
             "SECRETS_DIR": str(self.secrets),
+            "MODELS_DIR": str(folder / "models"),
+            "MODEL": MODEL,
             **{name: str(port) for name, port in self.ports.items()},
         }
-        self._compose = [*compose_command(), "-f", str(ROOT / "deploy/compose.yaml")]
+        self.models = folder / "models"
+        files = os.environ.get("COMPOSE_FILES", "deploy/compose.yaml").split()
+        self._compose = [*compose_command(), *(word for file in files for word in ("-f", file))]
 
-    def make_secrets(self) -> None:
+    def prepare(self) -> None:
+        """Certificates, tokens and a model that is quick to train."""
+        self.call([sys.executable, "-m", "headwater.diffusion.tiny_sd3", str(self.models / MODEL)])
+        self.call(["chmod", "-R", "a+rX", str(self.models)])  # containers read it as another user
         self.call([*HEADWATER, "certs", str(self.secrets), "--mode", "0644"])
         password = self.secrets / "redis_password"
         password.write_text(secrets.token_urlsafe(32))

@@ -17,19 +17,19 @@ import pytest
 from fleet import HEADWATER, SERVICES, Fleet
 
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("HEADWATER_TEST_COMPOSE"), reason="needs a Docker engine: make test-compose"),
+    pytest.mark.skipif(not os.environ.get("COMPOSE_TEST"), reason="needs a Docker engine: make test-compose"),
     pytest.mark.slow,
     pytest.mark.timeout(1200),
 ]
 
-STEPS = 60
-RECIPE = "recipes/quickstart.toml"
+STEPS = 48
+RECIPE = str(Path(__file__).with_name("recipe.toml"))
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path_factory.mktemp("compose"))
-    fleet.make_secrets()
+    fleet.prepare()
     try:
         started = time.monotonic()
         fleet.compose("up", "-d", "--no-build")
@@ -107,7 +107,7 @@ def test_the_dashboard_shows_the_worker(fleet: Fleet):
 
 
 def test_a_run_learns_while_services_are_scaled_and_killed(fleet: Fleet, tmp_path: Path):
-    run = TrainingRun(fleet, f"train.steps={STEPS}", "train.checkpoint_every=4")
+    run = TrainingRun(fleet, f"train.steps={STEPS}")
     run.wait_steps(2)
 
     fleet.scale("reward", 3)

@@ -226,6 +226,24 @@ async def test_a_group_is_generated_scored_and_published(engine, executor, redis
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), direct.media[index, 0])
 
 
+async def test_a_deterministic_group_publishes_its_final_latents_only(engine, executor, redis_url, run_id, tmp_path):
+    sampling = SamplingParams(steps=STEPS, height_px=64, width_px=64)
+    request = request_for(run_id=run_id, publish=pb.PUBLISH_MODE_STREAM, rewards=[], sampling=sampling)
+    async with worker_at(engine, executor, redis=redis_url, blob_root=str(tmp_path)) as (_, stub):
+        await generate(stub, request)
+    (entry,) = ScoredStream(redis_url, run_id).read(10)
+    direct = engine.engine.generate(
+        GroupRequest(request.prompt, tuple(request.seeds), resolve(sampling, group_seed=request.seeds[0]))
+    )
+    fetch = BlobStore(str(tmp_path)).get
+    for index, sample in enumerate(entry.group.samples):
+        trajectory = sample.trajectory
+        assert (list(trajectory.latent_positions), list(trajectory.trained_steps)) == ([STEPS], [])
+        assert torch.equal(torch_codec.decode(trajectory.latents, fetch), direct.latents[index])
+        assert torch_codec.decode(trajectory.log_probs, fetch).shape == (0,)
+        assert torch.equal(torch_codec.decode(trajectory.sigmas, fetch), direct.sigmas)
+
+
 async def test_publishing_a_group_twice_leaves_one_entry_and_one_blob(engine, executor, redis_url, run_id, tmp_path):
     request = request_for(run_id=run_id, publish=pb.PUBLISH_MODE_STREAM, rewards=[])
     async with worker_at(engine, executor, redis=redis_url, blob_root=str(tmp_path)) as (_, stub):

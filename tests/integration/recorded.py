@@ -30,7 +30,7 @@ def make_groups(recipe: Recipe, store: BlobStore, run_id: str, count: int, *, ve
 def _make_group(recipe, store, run_id, number, family, module, version):
     n = recipe.train.group_size
     generator = torch.Generator().manual_seed(1000 + number)
-    sampling = resolve(recipe.sampling.to_proto(), group_seed=number)
+    sampling = resolve(recipe.rollout_sampling(), group_seed=number)
     grid = schedule(families.scheduler_config(recipe.model.path), sampling.steps, sampling.flow_shift)
     branches = [_conditioning(generator)]
     if sampling.guidance_scale != 1:
@@ -71,7 +71,7 @@ def _encode(recipe, store, run_id, number, sampling, grid, branches, latents, lo
         run_id=run_id,
         group_id=group_id,
         prompt=f"prompt {number}",
-        sampling=recipe.sampling.to_proto(),
+        sampling=recipe.rollout_sampling(),
         reward_specs=[reward.to_proto() for reward in recipe.rewards],
         conditionings=[
             Conditioning(
@@ -92,7 +92,7 @@ def _encode(recipe, store, run_id, number, sampling, grid, branches, latents, lo
                 timesteps=writer.tensor(grid.timesteps),
                 sigmas=writer.tensor(grid.sigmas),
                 trained_steps=sampling.stochastic_steps,
-                log_probs=writer.tensor(torch.stack([lp[i] for lp in log_probs])),
+                log_probs=writer.tensor(torch.tensor([lp[i] for lp in log_probs])),
                 conditioning_id="c",
             )
         )
@@ -107,6 +107,8 @@ class _Writer:
         self._tensors = []
 
     def tensor(self, value):
+        if not value.numel():
+            return torch_codec.encode(value)
         self._tensors.append(value.contiguous())
         spec = torch_codec.spec_of(value)
         message = Tensor(spec=spec)
@@ -119,6 +121,8 @@ class _Writer:
     def flush(self, store, uri, group):
         refs = store.put(uri, [torch_codec.to_buffer(value) for value in self._tensors])
         for message in _tensors_of(group):
+            if message.HasField("inline"):
+                continue
             message.blob.CopyFrom(refs[message.blob.offset_bytes])
 
 

@@ -10,6 +10,7 @@ from headwater_trainer.optimizer import make_optimizer
 from headwater_trainer.pairs import pairs_of
 from headwater_trainer.ranks import RunFailed, join
 from headwater_trainer.train import Hooks, Trainer, train
+from headwater_trainer.transition_pairs import transitions
 from recorded import make_groups
 
 from headwater.config.load import parse_recipe
@@ -84,8 +85,12 @@ def store(tmp_path):
     return BlobStore(str(tmp_path))
 
 
+NFT = '[objective]\nname = "nft"\nkl_coef = 0.1\n'
+
+
 def make_trainer(text, model, store, ranks, change=lambda groups: None):
-    recipe = parse_recipe(RECIPE.format(model=model) + text)
+    base = RECIPE.replace("window_size = 2\n", "") if NFT in text else RECIPE
+    recipe = parse_recipe(base.format(model=model) + text)
     groups = make_groups(recipe, store, "run", 2)
     change(groups)
     policy = load_policy(recipe, families.resolve(model), ranks)
@@ -98,8 +103,8 @@ def make_trainer(text, model, store, ranks, change=lambda groups: None):
     return t, source, notices, reports
 
 
-@pytest.mark.parametrize("text", [LORA, ""])
-def test_a_step_changes_what_it_publishes_and_nothing_else(text, model, store, ranks):
+@pytest.mark.parametrize(("text", "pairs"), [(LORA, 12), ("", 12), (NFT + LORA, 24), (NFT, 24)])
+def test_a_step_changes_what_it_publishes_and_nothing_else(text, pairs, model, store, ranks):
     t, _, notices, reports = make_trainer(text, model, store, ranks)
     before_changed, before_all = t.policy.changed_weights(), t.policy.all_weights()
     original = families.resolve(model).load_component(model, "transformer", torch.float32).state_dict()
@@ -110,12 +115,42 @@ def test_a_step_changes_what_it_publishes_and_nothing_else(text, model, store, r
     changed = [name for name, value in before_changed.items() if not torch.equal(after_changed[name], value)]
     assert len(changed) > len(before_changed) / 2  # all but those that this model's output does not depend on
     untouched = before_all.keys() - before_changed.keys()
-    assert bool(untouched) == bool(text)
+    assert bool(untouched) == (LORA in text)
     assert all(torch.equal(after_all[name], before_all[name]) for name in untouched)
     assert notices == []
-    assert reports[0]["pairs"] == 12
+    assert reports[0]["pairs"] == pairs
     assert reports[0]["groups/dropped"] == 2
     assert reports[0]["zero_variance/share"] == 0.5
+
+
+def test_nft_publishes_the_old_policy_and_keeps_it_in_its_checkpoint(model, store, ranks):
+    t, _, _, reports = make_trainer(NFT, model, store, ranks)
+    before = {name: parameter.detach().clone() for name, parameter in t.policy.trainable().items()}
+    published = []
+    t.hooks.publish = lambda step: published.append(t.policy.changed_weights())
+    assert train(t)
+    after = {name: parameter.detach() for name, parameter in t.policy.trainable().items()}
+    expected = {name: torch.lerp(before[name], after[name], 0.999) for name in after}  # the decay after one update
+    assert all(torch.equal(published[0][name], value) for name, value in expected.items())
+    assert any(not torch.equal(value, after[name]) for name, value in expected.items())
+    assert all(torch.equal(t.policy.tensors()[f"old.{name}"], value) for name, value in expected.items())
+    assert reports[0]["old_distance"] < 1e-10
+    assert reports[0]["kl_to_reference"] < 1e-10
+
+
+def test_nft_groups_hold_final_latents_only_and_old_ones_are_welcome(model, store, ranks):
+    def age(groups):
+        for group in groups:
+            for sample in group.samples:
+                assert list(sample.trajectory.latent_positions) == [5]
+                assert sample.trajectory.latents.spec.shape[0] == 1
+                sample.first_step_version.step = 0
+
+    t, _, notices, reports = make_trainer(NFT, model, store, ranks, age)
+    t.state.step, t.recipe = 3, t.recipe.model_copy(update={"train": t.recipe.train.model_copy(update={"steps": 4})})
+    assert train(t)
+    assert notices == []
+    assert reports[0]["staleness/max"] == 3
 
 
 def test_lora_is_published_merged(model, store, ranks):
@@ -228,20 +263,22 @@ def test_a_damaged_trajectory_is_refused_with_the_reason(change, message, model,
         trajectory.trained_steps[:] = [2, 3]
     change(trajectory)
     with pytest.raises(DataLoss, match=message):
-        pairs_of(group, [0], store.get)
+        pairs_of(group, [0], store.get, transitions)
 
 
 def test_pairs_are_ordered_by_step_and_sample_as_the_engine_ran_them(model, store):
     group = make_groups(parse_recipe(RECIPE.format(model=model)), store, "run", 1)[0]
     first = group.samples[0].trajectory.trained_steps[0]
-    found = [(pair.step, pair.sample_index) for pair in pairs_of(group, [0, 1, 2], store.get)]
+    found = [(pair.step, pair.sample_index) for pair in pairs_of(group, [0, 1, 2], store.get, transitions)]
     assert found == [(step, sample) for step in (first, first + 1) for sample in (0, 1, 2)]
 
 
 def test_advantages_belong_to_their_samples(model, store, ranks):
     recipe = parse_recipe(RECIPE.format(model=model))
     groups = make_groups(recipe, store, "run", 2)
-    batch = load_batch(groups, 1, store.get, ranks, lambda group_id, reason: None)
+    batch = load_batch(
+        groups, 1, lambda g, i: pairs_of(g, i, store.get, transitions), ranks, lambda group_id, reason: None
+    )
     assign_advantages(batch, recipe)
     for group in groups:
         rewards = train_rewards(group)["first"]

@@ -22,7 +22,7 @@ path = "{model}"
 steps = 6
 height_px = 64
 width_px = 64
-window_size = 2
+{sampling}
 guidance_scale = {guidance}
 [prompts]
 texts = ["a red circle"]
@@ -33,8 +33,7 @@ name = "second"
 weight = 0.5
 [objective]
 kl_coef = {kl}
-clip_range = 0.001
-recompute_old_log_prob = {recompute}
+{objective}
 [train]
 steps = 4
 groups_per_step = 3
@@ -46,18 +45,32 @@ gradient_checkpointing = {checkpointing}
 lr = 1e-3
 """
 LORA = "[lora]\nrank = 4\nalpha = 8.0\n"
-PLAIN = {"guidance": 1.0, "kl": 0.0, "recompute": "false", "micro": 3, "updates": 1, "checkpointing": "false"}
+PLAIN = {
+    "guidance": 1.0, "kl": 0.0, "micro": 3, "updates": 1, "checkpointing": "false", "sampling": "window_size = 2",
+    "objective": "clip_range = 0.001",
+}  # fmt: skip
+NFT = {"sampling": "", "objective": 'name = "nft"\nsigmas_per_sample = 2'}
 
 
 CASES = {
     "lora": (LORA, {}),
     "full": ("", {}),
     "everything": (  # guidance, KL, micro-batches that do not fit, more updates, recomputed old log-probs
-        LORA, {"guidance": 3.0, "kl": 0.1, "micro": 4, "updates": 3, "recompute": "true", "checkpointing": "true"},
+        LORA, {"guidance": 3.0, "kl": 0.1, "micro": 4, "updates": 3, "checkpointing": "true",
+               "objective": "clip_range = 0.001\nrecompute_old_log_prob = true"},
     ),
     "full with KL": ("", {"kl": 0.1, "updates": 3, "micro": 5}),
+    "nft lora": (LORA, {**NFT, "kl": 0.1, "guidance": 3.0}),
+    "nft full": ("", {**NFT, "kl": 0.1, "updates": 3, "micro": 4, "checkpointing": "true"}),
 }  # fmt: skip
-RESUMED = {"lora": (1, 1), "full": (2, 2), "everything": (2, 1)}  # ranks before and after
+RESUMED = {
+    "lora": (1, 1),
+    "full": (2, 2),
+    "everything": (2, 1),
+    "nft lora": (1, 1),
+    "nft full": (2, 2),
+}  # ranks before and after
+FIGURE = {case: "old_distance" if case.startswith("nft") else "ratio/abs_deviation" for case in CASES}
 
 
 @dataclass
@@ -107,7 +120,8 @@ def launch(ranks, jobs):
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
         "--master-port", str(port), str(HERE / "train_recorded.py"), *jobs,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -122,7 +136,7 @@ def test_two_ranks_give_the_losses_of_one(case, outcomes):
     one, two = outcomes[case, "1"], outcomes[case, "2"]
     assert len(one.lines) == len(two.lines) == 4
     for a, b in zip(one.lines, two.lines, strict=True):
-        for name in ("loss", "grad_norm", "ratio/mean", "reward/mean", "staleness/mean"):
+        for name in ("loss", "grad_norm", FIGURE[case], "reward/mean", "staleness/mean"):
             assert a[name] == pytest.approx(b[name], abs=1e-5), name
         assert a["pairs"] == b["pairs"] == 18
         assert a["grad_norm"] > 0
@@ -147,12 +161,22 @@ def test_a_resumed_run_continues_where_it_stopped(case, outcomes):
     whole, resumed = outcomes[case, str(before)], outcomes[case, "resumed"]
     assert [line["step"] for line in resumed.lines] == [1, 2, 3, 4]
     for a, b in zip(whole.lines, resumed.lines, strict=True):
-        for name in ("loss", "grad_norm", "approx_kl"):
+        for name in ("loss", "grad_norm", FIGURE[case]):
             assert (a[name] == b[name]) if before == after else a[name] == pytest.approx(b[name], abs=1e-5), name
     if before == after:
         assert whole.weights == resumed.weights
     else:
         assert whole.weights["sum"] == pytest.approx(resumed.weights["sum"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["nft lora", "nft full"])
+def test_the_old_policy_begins_as_the_trained_one_and_then_lags(case, outcomes):
+    lines = outcomes[case, "1"].lines
+    if case == "nft lora":  # the other's later updates of the step have moved on
+        assert lines[0]["old_distance"] < 1e-10
+    assert all(line["old_distance"] > 0 for line in lines[1:])
+    assert all(0.3 < line["optimality/mean"] < 0.7 for line in lines)  # advantages have a mean of 0
+    assert "log_prob_drift/max" not in lines[0]
 
 
 def test_checkpoints_hold_no_pickle(outcomes):

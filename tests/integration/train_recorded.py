@@ -64,11 +64,11 @@ def run(folder: Path, stop_after: int, ranks: Ranks) -> None:
     lines = []
     t.hooks = Hooks(report=lambda step, values: lines.append({"step": step, **values}))
     if (latest := checkpoints.latest()) is not None:
-        t.state = checkpoints.load(latest, policy.trainable(), optimizer)
+        t.state = checkpoints.load(latest, policy.tensors(), optimizer)
         assert t.state.cursor.consumed == ["g00000000"]
     if not train(t):
         t.state.cursor = t.source.cursor()
-        checkpoints.save(t.state, policy.trainable(), optimizer, "")
+        checkpoints.save(t.state, policy.tensors(), optimizer, "")
     weights = policy.changed_weights()
     total = sum(float(value.double().abs().sum()) for value in weights.values())
     if ranks.is_first:

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference
+from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference, mean_per_sample, nft_loss
+from headwater.diffusion.schedules import noised
 
 
 def loss_at(difference, advantage, clip=0.1):
@@ -47,3 +48,79 @@ def test_kl_to_reference_is_per_sample_and_leaves_the_reference_alone():
     kl.sum().backward()
     assert reference.grad is None
     assert mean.grad is not None
+
+
+class Toy(torch.nn.Module):
+    """A velocity model of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 4)).double()
+
+    def forward(self, latent, sigma):
+        return self.layers(torch.cat([latent, sigma[:, None]], 1))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_gradient_of_nft_is_that_of_finite_differences(adaptive):
+    torch.manual_seed(0)
+    new, old = Toy(), Toy()
+    x0, noise = torch.randn(2, 6, 4, dtype=torch.float64).unbind()
+    sigma, advantage = torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    latent = noised(x0, noise, sigma)
+
+    def outcome(adaptive):
+        given = (new(latent, sigma), old(latent, sigma), latent, x0, sigma, advantage)
+        return nft_loss(*given, beta=0.7, adv_clip=2.0, adaptive=adaptive)
+
+    plain, found = outcome(False), outcome(adaptive)
+    scale = (plain.positive / found.positive, plain.negative / found.negative)  # the adaptive weights: constants
+
+    def loss():
+        now, r = outcome(False), found.optimality
+        return (2.0 * (r * now.positive / scale[0] + (1 - r) * now.negative / scale[1]) / 0.7).mean()
+
+    torch.testing.assert_close(found.loss.mean(), loss())
+    found.loss.mean().backward()
+    assert all(parameter.grad is None for parameter in old.parameters())
+    for parameter in new.parameters():
+        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+        for i in range(len(flat)):
+            value, ends = flat[i].item(), []
+            for end in (value + 1e-6, value - 1e-6):
+                flat[i] = end
+                ends.append(loss().item())
+            flat[i] = value
+            assert gradient[i].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-6, abs=1e-9)
+
+
+def nft_at(velocity, advantage, old=0.0):
+    """At sigma 1 and x0 = 0, noise = 1: the true velocity is 1."""
+    new = torch.full((1, 3), velocity, requires_grad=True)
+    ones, zeros = torch.ones(1, 3), torch.zeros(1, 3)
+    outcome = nft_loss(
+        new, torch.full((1, 3), old), ones, zeros, torch.ones(1), torch.tensor([advantage]), beta=1.0, adv_clip=5.0
+    )
+    outcome.loss.sum().backward()
+    return outcome, new.grad[0, 0].item()
+
+
+@pytest.mark.parametrize(("advantage", "direction"), [(2.0, -1), (0.0, 0), (-2.0, 1)])
+def test_nft_moves_towards_good_samples_and_away_from_bad_ones(advantage, direction):
+    _, gradient = nft_at(0.0, advantage)
+    assert (gradient > 1e-6) - (gradient < -1e-6) == direction
+
+
+@pytest.mark.parametrize(("advantage", "share"), [(9.0, 1.0), (5.0, 1.0), (2.5, 0.75), (0.0, 0.5), (-9.0, 0.0)])
+def test_the_optimality_of_nft_is_the_clamped_advantage(advantage, share):
+    assert nft_at(0.3, advantage)[0].optimality.item() == share
+
+
+def test_an_nft_error_of_zero_gives_no_infinity():
+    outcome, gradient = nft_at(1.0, 5.0, old=1.0)
+    assert outcome.loss.item() == 0.0
+    assert gradient == 0.0
+
+
+def test_the_mean_per_sample_is_over_all_other_dimensions():
+    assert mean_per_sample(torch.arange(12.0).view(2, 2, 3)).tolist() == [2.5, 8.5]

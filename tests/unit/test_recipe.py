@@ -94,6 +94,43 @@ def test_a_wrong_key_or_value_is_named(tmp_path, override, field, words):
     assert words in e.value.message
 
 
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("sampling.transition=cps", "sampling.transition", "read by flow_grpo"),
+        ("sampling.noise_level=0.5", "sampling.noise_level", "no use for sampling.noise_level"),
+        ("sampling.window_size=2", "sampling.window_size", "leave it out"),
+        ("objective.clip_range=1e-3", "objective.clip_range", "objective 'nft' has no use"),
+        ("objective.recompute_old_log_prob=true", "objective.recompute_old_log_prob", "read by flow_grpo"),
+        ("objective.sigma_distribution=logit_normal", "objective.sigma_distribution", "read by sft"),
+        ("ema.max_decay=0.9", "ema", "read by sft"),
+        ("objective.sigmas_per_sample=11", "objective.sigmas_per_sample", "sampling.steps = 10"),
+        ("objective.sigmas_per_sample=0", "objective.sigmas_per_sample", "greater than or equal to 1"),
+        ("objective.beta=0.0", "objective.beta", "greater than 0"),
+        ("objective.old_decay=fast", "objective.old_decay", "'late_ramp'"),
+        ("rewards=[]", "rewards", "at least 1"),
+    ],
+)
+def test_nft_refuses_what_it_has_no_use_for(tmp_path, override, field, words):
+    with pytest.raises(InvalidArgument) as e:
+        minimal(tmp_path, "objective.name=nft", override)
+    assert e.value.field == field
+    assert words in e.value.message
+
+
+@pytest.mark.parametrize("key", ["objective.beta=0.5", "objective.old_decay=zero", "objective.sigmas_per_sample=2"])
+def test_keys_of_nft_are_refused_elsewhere(tmp_path, key):
+    with pytest.raises(InvalidArgument, match="objective 'flow_grpo' has no use"):
+        minimal(tmp_path, key)
+
+
+def test_nft_rolls_out_by_the_ode_also_in_one_step_and_survives_being_written_out(tmp_path):
+    recipe = minimal(tmp_path, "objective.name=nft", "sampling.steps=1", "objective.kl_coef=0.1")
+    assert not recipe.rollout_sampling().HasField("transition")
+    assert parse_recipe(dump_toml(recipe)) == recipe
+    assert minimal(tmp_path).rollout_sampling().HasField("transition")
+
+
 def test_cps_must_leave_the_last_step_out(tmp_path):
     cps = ["sampling.transition=cps", "sampling.window_size=2"]
     minimal(tmp_path, *cps)

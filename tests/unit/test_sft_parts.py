@@ -1,5 +1,6 @@
 """The parts of supervised training that need no run."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from headwater.config.load import parse_recipe
 from headwater.config.recipe import OptimizerSection
+from headwater.diffusion.decay import ema_decay
 from headwater.errors import InvalidArgument
 
 RECIPE = """
@@ -31,7 +33,7 @@ steps = 2
 
 def test_ema_lags_is_applied_for_a_while_and_keeps_the_weights():
     weight = torch.nn.Parameter(torch.zeros(3))
-    ema = Ema({"w": weight}, 0.9)
+    ema = Ema({"w": weight}, partial(ema_decay, max_decay=0.9))
     with torch.no_grad():
         weight.fill_(1.0)
     ema.update(1)  # decay 2 / 11

@@ -6,10 +6,10 @@ import pytest
 from headwater_trainer.config import parse_args
 from headwater_trainer.groups import Cursor
 from headwater_trainer.metrics import MetricsFile
+from headwater_trainer.objectives import make_objective
 from headwater_trainer.prompt_order import PromptOrder, group_id_of, sequence_of
 from headwater_trainer.ranks import RunFailed
 from headwater_trainer.runs import RunBoard, RunRecord
-from headwater_trainer.train import check_parity
 
 from headwater.config.load import parse_recipe
 from headwater.config.prompts import PromptItem
@@ -165,4 +165,4 @@ clip_range = 1e-3
 def test_a_run_refuses_to_begin_when_engine_and_trainer_disagree(extra, values, refused):
     recipe = parse_recipe(PARITY_RECIPE + extra)
     with pytest.raises(RunFailed, match="disagree by") if refused else contextlib.nullcontext():
-        check_parity(recipe, values)
+        make_objective(recipe).check_start(values)

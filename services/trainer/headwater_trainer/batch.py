@@ -11,11 +11,11 @@ from headwater.common.v1.sample_pb2 import ScoredGroup
 from headwater.config.recipe import Recipe
 from headwater.diffusion.advantages import AdvantageRule, combined_advantages, zero_variance_share
 from headwater.errors import DataLoss, HeadwaterError
-from headwater.tensors.codec import Fetch
-from headwater_trainer.pairs import TrainPair, pairs_of
+from headwater_trainer.pairs import TrainPair
 from headwater_trainer.ranks import Ranks
 
 Groups = Sequence[ScoredGroup]
+PairsOf = Callable[[ScoredGroup, Sequence[int]], Sequence[TrainPair]]  # of the samples at some indices of a group
 
 
 @dataclass
@@ -28,18 +28,18 @@ class LoadedBatch:
 
 
 def load_batch(
-    groups: Groups, update_count: int, fetch: Fetch, ranks: Ranks, unusable: Callable[[str, str], None]
+    groups: Groups, update_count: int, pairs_of: PairsOf, ranks: Ranks, unusable: Callable[[str, str], None]
 ) -> LoadedBatch:
     """Read this rank's part: of each update's groups, a contiguous share of the samples.
 
     A group that any rank cannot use is left out on all ranks; `unusable(group_id, reason)` is told.
     """
-    pairs: dict[str, list[TrainPair]] = {}
+    pairs: dict[str, Sequence[TrainPair]] = {}
     reasons = [""] * len(groups)
     for g, (group, indices) in enumerate(zip(groups, _own_samples(groups, update_count, ranks), strict=True)):
         try:
             train_rewards(group)
-            pairs[group.group_id] = pairs_of(group, indices, fetch)
+            pairs[group.group_id] = pairs_of(group, indices)
         except HeadwaterError as error:
             reasons[g] = error.message
     failed = ranks.largest([float(bool(reason)) for reason in reasons])
@@ -49,7 +49,7 @@ def load_batch(
     usable = [group for group, bad in zip(groups, failed, strict=True) if not bad]
     split = split_groups(usable, update_count)
     shares = [[pair for group in part for pair in pairs[group.group_id]] for part in split]
-    filler = ranks.together("read a sample", lambda: _filler(usable, shares, fetch))
+    filler = ranks.together("read a sample", lambda: _filler(usable, shares, pairs_of))
     return LoadedBatch(usable, shares, filler)
 
 
@@ -71,10 +71,10 @@ def _own_samples(groups: Groups, update_count: int, ranks: Ranks) -> list[list[i
     return own
 
 
-def _filler(usable: Groups, shares: Sequence[Sequence[TrainPair]], fetch: Fetch) -> TrainPair | None:
+def _filler(usable: Groups, shares: Sequence[Sequence[TrainPair]], pairs_of: PairsOf) -> TrainPair | None:
     if not usable:
         return None
-    return next((pair for share in shares for pair in share), None) or pairs_of(usable[0], [0], fetch)[0]
+    return next((pair for share in shares for pair in share), None) or pairs_of(usable[0], [0])[0]
 
 
 def train_rewards(group: ScoredGroup) -> dict[str, list[float]]:

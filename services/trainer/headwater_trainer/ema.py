@@ -1,32 +1,32 @@
 """A moving average of the trained weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from headwater.diffusion.decay import ema_decay
-
 
 class Ema:
     """Averages of parameters, sharded as they are."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], max_decay: float) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], decay: Callable[[int], float], name: str = "ema"
+    ) -> None:
+        """`decay(n)` is the share of the averages that the update after n optimizer updates leaves."""
         self._parameters = dict(parameters)
         self._averages = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self._max_decay = max_decay
+        self._decay = decay
+        self._name = name
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
         """Take in the present weights, those after `updates` optimizer updates."""
-        torch._foreach_lerp_(
-            list(self._averages.values()), list(self._parameters.values()), 1 - ema_decay(updates, self._max_decay)
-        )
+        torch._foreach_lerp_(list(self._averages.values()), list(self._parameters.values()), 1 - self._decay(updates))
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages under names of their own, as a checkpoint keeps and restores them (in place)."""
-        return {f"ema.{name}": average for name, average in self._averages.items()}
+        return {f"{self._name}.{name}": average for name, average in self._averages.items()}
 
     @contextmanager
     def applied(self) -> Iterator[None]:

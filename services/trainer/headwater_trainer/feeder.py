@@ -78,7 +78,7 @@ class Feeder:
         self._order = order
         self._notice = notice
         self._capacity = (recipe.train.staleness_bound + 1) * recipe.train.groups_per_step
-        self._sampling = recipe.sampling.to_proto()
+        self._sampling = recipe.rollout_sampling()
         self._rewards = [reward.to_proto() for reward in recipe.rewards]
         self._step = 0
         self._next = 0

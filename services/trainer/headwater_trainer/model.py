@@ -1,28 +1,22 @@
 """The policy: a denoiser with LoRA or all weights trainable, sharded with FSDP2. Master weights are fp32."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from headwater.config.recipe import LoraSection, Recipe
-from headwater.errors import InvalidArgument
+from headwater.config.recipe import Recipe
+from headwater.diffusion.decay import old_policy_decay
+from headwater.diffusion.families import Family
+from headwater_trainer.ema import Ema
+from headwater_trainer.lora import adapters_off, add_lora, lora_layers, merged
 from headwater_trainer.ranks import Ranks
-
-# isort: off
-from headwater.diffusion.families import Family  # before peft, which imports torchvision: see torchvision_ops
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.tuners_utils import BaseTunerLayer
-# isort: on
-
-ADAPTER = "default"
+from headwater_trainer.sharding import full, shard
 
 
 class ModelInput(Protocol):
@@ -60,6 +54,7 @@ class Policy:
     guidance_scale: float
     autocast: bool  # bf16 compute
     device: torch.device
+    old: Ema | None = None  # the policy that rollout samples from, where an objective keeps it apart
 
     def velocity(self, batch: "ModelInput") -> Tensor:
         """Velocity fp32 [B, ...] of the policy for the latents of a batch, guided when the rollout was."""
@@ -70,29 +65,50 @@ class Policy:
         """The same of the reference: adapters off, or the frozen copy."""
         if self.reference_copy is not None:
             return self._velocity(self.reference_copy, batch)
-        with _adapters_off(self.module):
+        with adapters_off(self.module):
             return self._velocity(self.module, batch)
+
+    @torch.no_grad()
+    def old_velocity(self, batch: "ModelInput") -> Tensor:
+        """The same of the old policy, which the objective must keep. Call it before `velocity` of the same batch.
+
+        Weights are swapped in place: the gradient of a pass made before could not be taken any more.
+        """
+        assert self.old is not None, "this objective keeps no old policy"
+        with self.old.applied():
+            return self._velocity(self.module, batch)
+
+    def update_old(self, updates: int) -> None:
+        """Let the old policy, if there is one, follow the trained one after `updates` optimizer updates."""
+        if self.old is not None:
+            self.old.update(updates)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; sharded."""
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the trainable parameters, and the old policy's under names of their own."""
+        return {**self.trainable(), **(self.old.tensors() if self.old is not None else {})}
+
     @torch.no_grad()
     def changed_weights(self) -> dict[str, Tensor]:
-        """Full values, under their diffusers names, of all weights that training changes; a copy.
+        """Full values, under their diffusers names, of all weights that training changes; a copy, for the workers.
 
-        With LoRA these are the adapted layers with the adapter merged in: W + alpha / rank * B @ A.
+        They are those of the old policy where there is one. With LoRA they are the adapted layers with the adapter
+        merged in: W + alpha / rank * B @ A.
         """
-        layers = _lora_layers(self.module)
-        if not layers:
-            return {name: _full(parameter) for name, parameter in self.trainable().items()}
-        return {f"{name}.weight": _merged(layer) for name, layer in layers.items()}
+        with self.old.applied() if self.old is not None else nullcontext():
+            layers = lora_layers(self.module)
+            if not layers:
+                return {name: full(parameter) for name, parameter in self.trainable().items()}
+            return {f"{name}.weight": merged(layer) for name, layer in layers.items()}
 
     @torch.no_grad()
     def all_weights(self) -> dict[str, Tensor]:
-        """Full values of every weight of the component under its diffusers name, adapters merged in; a copy."""
+        """The same of every weight of the component."""
         plain = {
-            name.replace(".base_layer.", "."): _full(parameter)
+            name.replace(".base_layer.", "."): full(parameter)
             for name, parameter in self.module.named_parameters()
             if ".lora_A." not in name and ".lora_B." not in name
         }
@@ -126,7 +142,7 @@ def load_policy(recipe: Recipe, family: Family, ranks: Ranks) -> Policy:
     for part in (module, reference):
         if part is not None:
             shard(part, family, ranks)
-    return Policy(
+    policy = Policy(
         family=family,
         component=component,
         module=module,
@@ -135,67 +151,6 @@ def load_policy(recipe: Recipe, family: Family, ranks: Ranks) -> Policy:
         autocast=recipe.model.precision == "bf16",
         device=ranks.device,
     )
-
-
-def add_lora(module: nn.Module, section: LoraSection, family: Family, *, seed: int) -> nn.Module:
-    """Freeze `module` and add trainable adapters; equal on all ranks. Raises `InvalidArgument` for a useless target."""
-    module.requires_grad_(False)
-    targets = list(section.targets or family.lora_targets)
-    names = [name for name, _ in module.named_modules()]
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            linear = sorted({n.rsplit(".", 1)[-1] for n, m in module.named_modules() if isinstance(m, nn.Linear)})
-            raise InvalidArgument(
-                f"lora.targets: {target!r} matches no layer of {family.name}; linear layers end in {', '.join(linear)}",
-                field="lora.targets",
-                reason="LORA_BINDS_NOTHING",
-            )
-    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = inject_adapter_in_model(config, module, adapter_name=ADAPTER)
-    for name, layer in module.named_modules():
-        if isinstance(layer, BaseTunerLayer) and not isinstance(layer, LoraLinear):
-            raise InvalidArgument(
-                f"lora.targets: {name} is not a linear layer, and only those can be sent to the workers merged",
-                field="lora.targets",
-            )
-    return module
-
-
-def shard(module: nn.Module, family: Family, ranks: Ranks) -> None:
-    """Shard each block, then what is left, over all ranks; one rank keeps everything as it is, which is faster."""
-    module.to(ranks.device)
-    if ranks.world_size == 1:
-        return
-    for block in family.blocks(module):
-        fully_shard(block, mesh=ranks.mesh)
-    fully_shard(module, mesh=ranks.mesh)
-
-
-@contextmanager
-def _adapters_off(module: nn.Module) -> Iterator[None]:
-    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True  # enable_adapters(False) would also freeze the parameters
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-
-
-def _lora_layers(module: nn.Module) -> Mapping[str, LoraLinear]:
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
-
-
-def _merged(layer: LoraLinear) -> Tensor:
-    base = _full(layer.base_layer.weight)
-    down, up = _full(layer.lora_A[ADAPTER].weight), _full(layer.lora_B[ADAPTER].weight)
-    return base.add_(up @ down, alpha=layer.scaling[ADAPTER])
-
-
-def _full(parameter: Tensor) -> Tensor:
-    """The whole value on this device, never a view of the parameter."""
-    value = parameter.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    if recipe.objective.keeps_old_policy:
+        policy.old = Ema(policy.trainable(), partial(old_policy_decay, recipe.objective.old_decay), "old")
+    return policy

@@ -88,7 +88,7 @@ class _Run:
             Hooks(self._publish, self._report, self.save, self._notice),
         )  # fmt: skip
         if (latest := self._checkpoints.latest()) is not None:
-            self.trainer.state = self._checkpoints.load(latest, policy.trainable(), optimizer)
+            self.trainer.state = self._checkpoints.load(latest, policy.tensors(), optimizer)
             self._notice("RESUMED", f"continues from {latest} after step {self.trainer.state.step}")
         state = self.trainer.state
         self._metrics = MetricsFile(self._folder / "metrics.jsonl", resumed_step=state.step) if ranks.is_first else None
@@ -186,7 +186,7 @@ class _Run:
         """Write a checkpoint, then acknowledge what it holds."""
         t = self.trainer
         t.state.cursor = t.source.cursor()
-        path = self._checkpoints.save(t.state, t.policy.trainable(), t.optimizer, self._request.recipe_toml)
+        path = self._checkpoints.save(t.state, t.policy.tensors(), t.optimizer, self._request.recipe_toml)
         self._ranks.first_only("acknowledge trained groups", t.source.settle)
         if self._frontend is not None:
             self._frontend.record.add_checkpoint(t.state.step, str(path))

@@ -106,7 +106,7 @@ def check_model(recipe: Recipe) -> families.Family:
         multiple = family.size_multiple_px(path)
     except (ValueError, KeyError, OSError) as error:
         raise InvalidArgument(f"model.path: {error}", field="model.path", reason="MODEL_UNUSABLE") from error
-    resolve(recipe.sampling.to_proto(), group_seed=0, size_multiple_px=multiple)
+    resolve(recipe.rollout_sampling(), group_seed=0, size_multiple_px=multiple)
     return family
 
 

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from headwater.config.load import parse_recipe
 from headwater.config.recipe import Recipe
+from headwater.config.supervised import EmaSection
 from headwater.diffusion import families
+from headwater.diffusion.decay import ema_decay
 from headwater.trainer.v1.trainer_pb2 import StartRunRequest
 from headwater_trainer.checkpoint import Checkpoints, TrainState
 from headwater_trainer.config import TrainerConfig
@@ -22,7 +25,7 @@ from headwater_trainer.export import export_pipeline
 from headwater_trainer.frontend import Frontend
 from headwater_trainer.latents import LatentSet, cache_path, encode, load_set
 from headwater_trainer.metrics import MetricsFile
-from headwater_trainer.model import load_policy
+from headwater_trainer.model import Policy, load_policy
 from headwater_trainer.objectives.sft import BUCKETS, Sft, bucket_of, noisy
 from headwater_trainer.optimizer import make_optimizer, set_learning_rate
 from headwater_trainer.pictures import Pictures, save_grid
@@ -69,7 +72,7 @@ class SupervisedRun:
         self._objective = Sft(recipe, shift)
         graphed = self._can_graph(recipe)
         self._graphed = GraphedPass(self._loss_of, list(self._policy.trainable().values())) if graphed else None
-        self._ema = Ema(self._policy.trainable(), recipe.ema.max_decay) if recipe.ema else None
+        self._ema = _make_ema(self._policy, recipe.ema) if recipe.ema else None
         self._pictures = Pictures(recipe, codec) if recipe.pictures.every else None
         self._checkpoints = Checkpoints(self._folder / "checkpoints", ranks, keep=recipe.train.keep_checkpoints)
         if (latest := self._checkpoints.latest()) is not None:
@@ -247,6 +250,10 @@ class SupervisedRun:
     def _notice(self, reason: str, message: str) -> None:
         if self._frontend is not None:
             self._frontend.notice(reason, message)
+
+
+def _make_ema(policy: Policy, section: EmaSection) -> Ema:
+    return Ema(policy.trainable(), partial(ema_decay, max_decay=section.max_decay))
 
 
 class _Order:

@@ -2,22 +2,23 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from headwater.common.v1.sample_pb2 import ScoredGroup
 from headwater.config.recipe import Recipe
 from headwater.tensors.codec import Fetch
-from headwater_trainer.batch import LoadedBatch, assign_advantages, describe, load_batch
+from headwater_trainer.batch import assign_advantages, describe, load_batch
 from headwater_trainer.checkpoint import TrainState
 from headwater_trainer.groups import GroupBatch, GroupSource, Signal
 from headwater_trainer.metrics import Accumulator
 from headwater_trainer.model import Policy
-from headwater_trainer.objectives import Objective
+from headwater_trainer.objectives import AnyObjective
 from headwater_trainer.optimizer import set_learning_rate
 from headwater_trainer.pairs import PairBatch, TrainPair, micro_batches
-from headwater_trainer.ranks import Ranks, RunFailed
+from headwater_trainer.ranks import Ranks
 
 Values = dict[str, float]
 
@@ -38,7 +39,7 @@ class Trainer:
 
     recipe: Recipe
     policy: Policy
-    objective: Objective
+    objective: AnyObjective
     optimizer: torch.optim.Optimizer
     source: GroupSource
     fetch: Fetch
@@ -62,8 +63,9 @@ def train(t: Trainer) -> bool:
         set_learning_rate(t.optimizer, t.recipe.optimizer, t.state.step, section.steps)
         values = train_step(t, batch)
         if begins:
-            check_parity(t.recipe, values)
+            t.objective.check_start(values)
             begins = False
+        t.policy.update_old(t.state.updates)
         trained = time.monotonic()
         t.state.step += 1
         t.hooks.publish(t.state.step)
@@ -75,25 +77,6 @@ def train(t: Trainer) -> bool:
     return True
 
 
-def check_parity(recipe: Recipe, values: Values) -> None:
-    """Refuse to go on when engine and trainer disagree about the same weights: the ratio would be noise.
-
-    Looks at the first step of a process, before its weights are published or saved, and only when every group is from
-    the present weights (otherwise policies differ by intent). Raises `RunFailed`.
-    """
-    objective = recipe.objective
-    limit = objective.max_log_prob_drift or objective.clip_range / 2
-    drift = values.get("log_prob_drift/max", 0.0)
-    if objective.recompute_old_log_prob or values.get("staleness/max", 0.0) > 0 or drift <= limit:
-        return
-    raise RunFailed(
-        f"engine and trainer disagree by {drift:.2g} in log p, the run allows {limit:.2g}. Give rollout workers the "
-        "trainer's precision (--precision) and set train.micro_batch_size to the group size; `headwater parity` shows "
-        "the difference step by step. To train all the same, set objective.recompute_old_log_prob = true or raise "
-        "objective.max_log_prob_drift"
-    )
-
-
 def train_step(t: Trainer, received: GroupBatch) -> Values:
     """Train on the groups of one step; the figures of it. Groups that cannot be used are left out and reported."""
 
@@ -101,7 +84,10 @@ def train_step(t: Trainer, received: GroupBatch) -> Values:
         t.source.fail(group_id, reason)
         t.hooks.notice("GROUP_UNUSABLE", f"group {group_id} is left out: {reason}")
 
-    batch = load_batch(received.groups, t.recipe.train.updates_per_batch, t.fetch, t.ranks, unusable)
+    def pairs_of(group: ScoredGroup, indices: Sequence[int]) -> list[TrainPair]:
+        return t.objective.pairs(group, indices, t.fetch, t.state.step)
+
+    batch = load_batch(received.groups, t.recipe.train.updates_per_batch, pairs_of, t.ranks, unusable)
     values = dict(describe(batch.groups, received.dropped, t.state.step, t.recipe))
     values["groups/unusable"] = float(len(received.groups) - len(batch.groups))
     if not batch.groups:
@@ -109,19 +95,10 @@ def train_step(t: Trainer, received: GroupBatch) -> Values:
         t.hooks.notice("STEP_SKIPPED", f"step {t.state.step + 1}: none of its groups could be used")
     else:
         assign_advantages(batch, t.recipe)
-        if t.recipe.objective.recompute_old_log_prob:
-            recompute_old_log_probs(t, batch)
+        for share in batch.shares:
+            t.objective.prepare(t.policy, share, _micro_batches(t, share, batch.filler))
         values |= _merged([update(t, share, batch.filler) for share in batch.shares])
     return values | {"steps/skipped": float(t.state.skipped)}
-
-
-def recompute_old_log_probs(t: Trainer, batch: LoadedBatch) -> None:
-    """Replace the old log-probs by those of the trainer's own policy before any update."""
-    for share in batch.shares:
-        pairs = iter(share)
-        for micro in _micro_batches(t, share, batch.filler):
-            for value, pair in zip(t.objective.old_log_probs(t.policy, micro).tolist(), pairs, strict=False):
-                pair.log_prob_old = value
 
 
 def update(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Values:
@@ -153,7 +130,7 @@ def _micro_batches(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None)
     """As many micro-batches as the rank with the most pairs has."""
     size = t.recipe.train.micro_batch_size
     count = int(t.ranks.largest([math.ceil(len(pairs) / size)])[0])
-    return micro_batches(pairs, size, count, filler, t.ranks.device)
+    return micro_batches(pairs, size, count, filler, t.ranks.device, t.objective.stack)
 
 
 def _clip(t: Trainer) -> float:

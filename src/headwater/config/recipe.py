@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from headwater import sampling as sampling_rules
 from headwater.common.v1.reward_pb2 import RewardFailurePolicy, RewardRole, RewardSpec
 from headwater.common.v1.sampling_pb2 import SamplingParams, StepWindow, TransitionKind, TransitionParams
+from headwater.config.objective import ObjectiveSection, check_keys
 from headwater.config.section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
 from headwater.config.supervised import DataSection, EmaSection, ExportSection, PicturesSection
 from headwater.errors import InvalidArgument
@@ -64,19 +65,19 @@ class SamplingSection(Section):
     width_px: Positive = 512
     """Image width in pixels."""
     guidance_scale: float = 1.0
-    """Classifier-free guidance scale; 1 means none."""
+    """Classifier-free guidance scale; 1 means none. nft guides rollout only: its loss sees the conditional branch."""
     negative_prompt: str = ""
     """Prompt of the unconditional branch; used with guidance only."""
     transition: Literal["sde", "cps", "dance"] = "sde"
-    """Rule of the stochastic steps: Flow-GRPO's SDE, Flow-CPS or DanceGRPO's SDE."""
+    """flow_grpo: rule of the stochastic steps: Flow-GRPO's SDE, Flow-CPS or DanceGRPO's SDE."""
     noise_level: float = sampling_rules.DEFAULT_NOISE_LEVEL
-    """Noise level (eta) of the stochastic steps."""
+    """flow_grpo: noise level (eta) of the stochastic steps."""
     window_size: Positive | None = None
-    """Consecutive stochastic steps, drawn once per group; absent: all steps but the last."""
+    """flow_grpo: consecutive stochastic steps, drawn once per group; absent: all steps but the last."""
     window_begin: NotNegative = 0
-    """First step that the window may contain, 0-based."""
+    """flow_grpo: first step that the window may contain, 0-based."""
     window_end: NotNegative | None = None
-    """One past the last step that the window may contain; absent: steps - 1, which leaves out the last step."""
+    """flow_grpo: one past the last step that the window may contain; absent: steps - 1, without the last step."""
     flow_shift: float | None = None
     """Shift of the sigma grid; absent: the model's own."""
 
@@ -85,15 +86,10 @@ class SamplingSection(Section):
         if self.window_size is None and (self.window_begin or self.window_end is not None):
             key = "sampling.window_begin" if self.window_begin else "sampling.window_end"
             raise InvalidArgument(f"{key} needs sampling.window_size as well", field=key, reason="RECIPE_INVALID")
-        try:
-            sampling_rules.resolve(self.to_proto(), group_seed=0)
-        except InvalidArgument as e:
-            key = _SAMPLING_KEYS.get(e.field, e.field)
-            raise InvalidArgument(e.message.replace(e.field, key, 1), field=key, reason="RECIPE_INVALID") from e
         return self
 
     def to_proto(self) -> SamplingParams:
-        """The parameters of training rollouts, with the stochastic window."""
+        """The parameters of rollouts with stochastic steps."""
         params = self.to_ode_proto()
         transition = TransitionParams(kind=_TRANSITIONS[self.transition], noise_level=self.noise_level)
         if self.window_size is not None:
@@ -103,7 +99,7 @@ class SamplingSection(Section):
         return params
 
     def to_ode_proto(self) -> SamplingParams:
-        """The same without noise after the first latent: for evaluation and pictures."""
+        """The same without noise after the first latent."""
         return SamplingParams(
             steps=self.steps,
             height_px=self.height_px,
@@ -171,35 +167,6 @@ class RewardSection(Section):
             params=ParseDict(self.params, Struct()),
             failure_policy=_POLICIES[self.failure_policy],
         )
-
-
-class ObjectiveSection(Section):
-    """`[objective]`: advantages and loss."""
-
-    name: Literal["flow_grpo", "sft"] = "flow_grpo"
-    """Registered objective: flow_grpo learns from rewards of rollouts, sft from the pictures of `[data]`."""
-    clip_range: PositiveFloat = 1e-4
-    """Half-width c of the ratio's clip range [1 - c, 1 + c]."""
-    adv_clip: PositiveFloat = 5.0
-    """Advantages are clamped to [-adv_clip, adv_clip]."""
-    kl_coef: NotNegativeFloat = 0.0
-    """Weight of the KL to the reference policy (adapter off, or a frozen copy)."""
-    log_prob_reduction: Literal["mean", "sum"] = "mean"
-    """Over latent dimensions: the field's mean, whose ratio is the 1/D power of the true one, or the sum."""
-    recompute_old_log_prob: bool = False
-    """Take old log-probs from the trainer before the first update instead of from the engine."""
-    max_log_prob_drift: PositiveFloat | None = None
-    """Largest |log p of trainer - log p of engine| with which a run may begin; absent: half of clip_range."""
-    std_normalization: bool = True
-    """Divide advantages by the standard deviation."""
-    global_std: bool = False
-    """Use the whole batch's standard deviation instead of the group's."""
-    ddof: Literal[0, 1] = 0
-    """0: population, 1: sample standard deviation."""
-    combine: Literal["weighted_sum", "gdpo"] = "weighted_sum"
-    """How several rewards become one advantage."""
-    sigma_distribution: Literal["uniform", "logit_normal"] = "uniform"
-    """sft: how noise levels are drawn, before the shift."""
 
 
 class TrainSection(Section):
@@ -309,21 +276,26 @@ class Recipe(Section):
         """Whether the run learns from given pictures, without rollout."""
         return self.objective.name == "sft"
 
+    def rollout_sampling(self) -> SamplingParams:
+        """The parameters of training rollouts: with stochastic steps when the objective learns from them."""
+        return self.sampling.to_proto() if self.objective.stochastic else self.sampling.to_ode_proto()
+
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
-        unused = {"rewards": self.rewards} if self.supervised else {"data": self.data, "ema": self.ema}
-        for key, value in unused.items():
-            if value:
-                raise InvalidArgument(
-                    f"objective {self.objective.name!r} has no use for [{key}]; leave it out", field=key,
-                    reason="RECIPE_INVALID",
-                )  # fmt: skip
-        missing = "data" if self.supervised else "rewards"
-        if not getattr(self, missing):
+        check_keys(self, self.objective.name)
+        wanted = self.objective.sigmas_per_sample
+        if wanted is not None and wanted > self.sampling.steps:
             raise InvalidArgument(
-                f"{missing} is missing; objective {self.objective.name!r} needs at least 1", field=missing,
+                f"objective.sigmas_per_sample is {wanted}; the grid has sampling.steps = {self.sampling.steps} noise "
+                "levels to draw from",
+                field="objective.sigmas_per_sample",
                 reason="RECIPE_INVALID",
-            )  # fmt: skip
+            )
+        try:
+            sampling_rules.resolve(self.rollout_sampling(), group_seed=0)
+        except InvalidArgument as e:
+            key = _SAMPLING_KEYS.get(e.field, e.field)
+            raise InvalidArgument(e.message.replace(e.field, key, 1), field=key, reason="RECIPE_INVALID") from e
         return self
 
     @model_validator(mode="after")

@@ -1,9 +1,11 @@
-"""Losses on recorded transitions. B pairs; every result is per pair, so that micro-batches add up to any batch."""
+"""Losses of training pairs. B pairs; every result is per pair, so that micro-batches add up to any batch."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_MIN_NFT_WEIGHT = 1e-5  # DiffusionNFT's floor of the adaptive weight
 
 
 @dataclass(frozen=True)
@@ -44,5 +46,57 @@ def kl_to_reference(mean: Tensor, reference_mean: Tensor, noise_scale: Tensor) -
 
     `mean`, `reference_mean` [B, ...]; `noise_scale` is `Transition.noise_scale`, [B, 1, ...].
     """
-    squared = (mean - reference_mean.detach()) ** 2 / (2 * noise_scale**2)
-    return squared.mean(dim=list(range(1, squared.ndim)))
+    return mean_per_sample((mean - reference_mean.detach()) ** 2 / (2 * noise_scale**2))
+
+
+@dataclass(frozen=True)
+class NftLoss:
+    """Outcome of the DiffusionNFT loss; only `loss` carries a gradient."""
+
+    loss: Tensor  # [B], to be averaged over the pairs of the whole batch
+    positive: Tensor  # [B], of the implicit positive policy
+    negative: Tensor  # [B], of the implicit negative policy
+    optimality: Tensor  # [B], r in [0, 1]: the share of the positive policy
+
+
+def nft_loss(
+    velocity: Tensor,
+    velocity_old: Tensor,
+    latent: Tensor,
+    x0: Tensor,
+    sigma: Tensor,
+    advantage: Tensor,
+    *,
+    beta: float,
+    adv_clip: float,
+    adaptive: bool = True,
+) -> NftLoss:
+    """Policy loss of DiffusionNFT (arXiv 2509.16117), without its KL term, mean((velocity - reference)^2).
+
+    `velocity` of the trained and `velocity_old` of the old policy at `latent` = (1 - sigma) x0 + sigma noise, all
+    [B, ...] of one floating dtype; `sigma` and `advantage` [B]. The implicit policies are positive = beta * new +
+    (1 - beta) * old and negative = (1 + beta) * old - beta * new. Each is judged by its squared error in x0, divided
+    by the mean absolute error of the same sample when `adaptive`. r is the advantage, clamped to +-C (`adv_clip`) and
+    mapped to [0, 1]: loss = C * (r * positive + (1 - r) * negative) / beta. The gradient flows to `velocity` alone.
+    """
+    old, level = velocity_old.detach(), sigma.detach().reshape(-1, *[1] * (latent.ndim - 1))
+    clamped = advantage.detach().clamp(-adv_clip, adv_clip)
+    optimality = (clamped / (2 * adv_clip) + 0.5).clamp(0, 1)
+    positive = _x0_error(beta * velocity + (1 - beta) * old, latent, x0, level, adaptive)
+    negative = _x0_error((1 + beta) * old - beta * velocity, latent, x0, level, adaptive)
+    loss = adv_clip * (optimality * positive + (1 - optimality) * negative) / beta
+    return NftLoss(loss, positive.detach(), negative.detach(), optimality)
+
+
+def _x0_error(velocity: Tensor, latent: Tensor, x0: Tensor, level: Tensor, adaptive: bool) -> Tensor:
+    """[B]: mean squared error in x0; `adaptive` divides it by the mean absolute error, taken in fp64 as a constant."""
+    error = latent - level * velocity - x0
+    if adaptive:
+        weight = mean_per_sample(error.detach().double().abs()).clamp(min=_MIN_NFT_WEIGHT)
+        return mean_per_sample(error**2 / weight.reshape(level.shape)).to(velocity.dtype)
+    return mean_per_sample(error**2)
+
+
+def mean_per_sample(values: Tensor) -> Tensor:
+    """[B]: the mean over all other dimensions of [B, ...]."""
+    return values.flatten(1).mean(1)

@@ -1,4 +1,5 @@
-"""Sigma grids of flow-matching schedulers, equal bit for bit to those of diffusers' FlowMatchEulerDiscreteScheduler."""
+"""Sigma grids of flow-matching schedulers, equal bit for bit to those of diffusers' FlowMatchEulerDiscreteScheduler,
+and the forward process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,3 +58,9 @@ def schedule(config: Mapping[str, Any], steps: int, flow_shift: float | None = N
 def shifted(sigmas: Grid, shift: float) -> Grid:
     """Sigmas after a static timestep shift: k * sigma / (1 + (k - 1) * sigma) (SD3, arXiv 2403.03206, eq. 23)."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+    """The forward process at `sigma` [B]: (1 - sigma) x0 + sigma noise, [B, ...] like `x0` and `noise`."""
+    share = sigma.view(-1, *[1] * (x0.ndim - 1))
+    return (1 - share) * x0 + share * noise

@@ -6,8 +6,8 @@ from typing import Any
 import redis
 import redis.asyncio
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headwater.errors import FailedPrecondition, HeadwaterError, InvalidArgument, Unavailable
@@ -53,6 +53,12 @@ def address_of(url: str) -> str:
 
 def explain(error: RedisError, url: str) -> HeadwaterError:
     """The Headwater error for a Redis error."""
+    if isinstance(error, AuthenticationError):  # to redis-py a kind of ConnectionError
+        return FailedPrecondition(
+            f"Redis at {address_of(url)} does not accept the password ({error}); give the right one with "
+            "--redis-password-file or REDIS_PASSWORD_FILE",
+            reason="REDIS_PASSWORD",
+        )
     if isinstance(error, RETRYABLE):
         return Unavailable(
             f"Redis at {address_of(url)} does not answer ({error}); start it (`headwater up` starts one) "

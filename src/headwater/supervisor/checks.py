@@ -6,8 +6,14 @@ from collections.abc import Mapping
 import redis
 
 from headwater.errors import InvalidArgument, Unavailable
+<<<<<<< HEAD
 from headwater.stream.address import split_password
 from headwater.stream.connection import address_of
+=======
+from headwater.rpc.channel import sync_channel
+from headwater.stream.address import split_password
+from headwater.stream.connection import address_of, explain
+>>>>>>> sec
 
 PING_TIMEOUT_S = 3.0
 
@@ -54,6 +60,8 @@ def check_redis(url: str) -> None:
     try:
         with redis.Redis.from_url(url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S) as client:
             client.ping()
+    except redis.AuthenticationError as e:
+        raise explain(e, url) from None
     except redis.RedisError as e:
         raise Unavailable(
             f"Redis at {split_password(url)[0]} does not answer: {e}. Start it, correct REDIS_URL or --redis, or give "

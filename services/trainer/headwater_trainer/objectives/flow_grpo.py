@@ -1,19 +1,26 @@
 """Flow-GRPO (arXiv 2505.05470): a clipped policy gradient on the stochastic steps of the rollout."""
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from headwater.common.v1.sample_pb2 import ScoredGroup
 from headwater.config.recipe import Recipe
 from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference
 from headwater.diffusion.transitions import Transition, transition
+from headwater.tensors.codec import Fetch
+from headwater_trainer import transition_pairs
 from headwater_trainer.model import Policy
+from headwater_trainer.objectives.base import Objective
 from headwater_trainer.objectives.terms import Terms
-from headwater_trainer.pairs import PairBatch
+from headwater_trainer.pairs import pairs_of
+from headwater_trainer.ranks import RunFailed
+from headwater_trainer.transition_pairs import TransitionBatch, TransitionPair
 
 
-class FlowGrpo:
+class FlowGrpo(Objective[TransitionPair, TransitionBatch]):
     """The `flow_grpo` objective."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -21,7 +28,15 @@ class FlowGrpo:
         self._kind = recipe.sampling.transition
         self._noise_level = recipe.sampling.noise_level
 
-    def terms(self, policy: Policy, batch: PairBatch) -> Terms:
+    def pairs(self, group: ScoredGroup, indices: Sequence[int], fetch: Fetch, step: int) -> list[TransitionPair]:
+        """Each recorded stochastic step of each sample."""
+        return pairs_of(group, indices, fetch, transition_pairs.transitions)
+
+    def stack(self, pairs: Sequence[TransitionPair], weight: float, device: torch.device) -> TransitionBatch:
+        """See `Objective`."""
+        return transition_pairs.stack(pairs, weight, device)
+
+    def terms(self, policy: Policy, batch: TransitionBatch) -> Terms:
         """Clipped loss of each pair, plus kl_coef times the KL to the reference."""
         step = self._step(batch, policy.velocity(batch))
         log_prob = self._log_prob(step, batch)
@@ -46,11 +61,34 @@ class FlowGrpo:
         return Terms(loss=loss, means=means, maxima={"log_prob_drift/max": drift})
 
     @torch.no_grad()
-    def old_log_probs(self, policy: Policy, batch: PairBatch) -> Tensor:
-        """As recorded by the engine: means over the latent's dimensions, whatever the loss uses."""
-        return self._step(batch, policy.velocity(batch)).log_prob(batch.next_latent, "mean")
+    def prepare(self, policy: Policy, pairs: Sequence[TransitionPair], batches: Iterable[TransitionBatch]) -> None:
+        """With recompute_old_log_prob: the old log-probs are the trainer's own, means as those of the engine."""
+        if not self._section.recompute_old_log_prob:
+            return
+        waiting = iter(pairs)
+        for batch in batches:
+            log_probs = self._step(batch, policy.velocity(batch)).log_prob(batch.next_latent, "mean").tolist()
+            for log_prob, pair in zip(log_probs, waiting, strict=False):
+                pair.log_prob_old = log_prob
 
-    def _step(self, batch: PairBatch, velocity: Tensor) -> Transition:
+    def check_start(self, values: Mapping[str, float]) -> None:
+        """Refuse to go on when engine and trainer disagree about the same weights: the ratio would be noise.
+
+        Only when every group is from the present weights; otherwise policies differ by intent.
+        """
+        section = self._section
+        limit = section.max_log_prob_drift or section.clip_range / 2
+        drift = values.get("log_prob_drift/max", 0.0)
+        if section.recompute_old_log_prob or values.get("staleness/max", 0.0) > 0 or drift <= limit:
+            return
+        raise RunFailed(
+            f"engine and trainer disagree by {drift:.2g} in log p, the run allows {limit:.2g}. Give rollout workers "
+            "the trainer's precision (--precision) and set train.micro_batch_size to the group size; `headwater parity`"
+            " shows the difference step by step. To train all the same, set objective.recompute_old_log_prob = true or "
+            "raise objective.max_log_prob_drift"
+        )
+
+    def _step(self, batch: TransitionBatch, velocity: Tensor) -> Transition:
         return transition(
             self._kind,
             batch.latent,
@@ -61,10 +99,10 @@ class FlowGrpo:
             noise_level=self._noise_level,
         )
 
-    def _log_prob(self, step: Transition, batch: PairBatch) -> Tensor:
+    def _log_prob(self, step: Transition, batch: TransitionBatch) -> Tensor:
         return step.log_prob(batch.next_latent, self._section.log_prob_reduction)
 
-    def _reduced(self, batch: PairBatch, log_prob_mean: Tensor) -> Tensor:
+    def _reduced(self, batch: TransitionBatch, log_prob_mean: Tensor) -> Tensor:
         """Recorded log-probs are means; the sum is that times the number of dimensions."""
         if self._section.log_prob_reduction == "mean":
             return log_prob_mean

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from headwater.config.recipe import Recipe
-from headwater.diffusion.schedules import shifted
+from headwater.diffusion.losses import mean_per_sample
+from headwater.diffusion.schedules import noised, shifted
 from headwater_trainer.model import Policy
 
 GRID = 1000  # points of the sigma grid, as SD3 was trained
@@ -46,14 +47,13 @@ class Sft:
 
     def losses(self, policy: Policy, batch: NoisyBatch) -> Tensor:
         """fp32 [B], mean squared error of the velocity of each row, with gradient."""
-        return (policy.velocity(batch) - batch.target).pow(2).flatten(1).mean(1)
+        return mean_per_sample((policy.velocity(batch) - batch.target) ** 2)
 
 
 def noisy(latents: Tensor, noise: Tensor, sigma: Tensor, conditioning: Mapping[str, Tensor]) -> NoisyBatch:
     """Mix x0 `latents` and `noise`, fp32 [B, ...], by `sigma` fp32 [B]."""
-    share = sigma.view(-1, *[1] * (latents.ndim - 1))
     return NoisyBatch(
-        latent=(1 - share) * latents + share * noise,
+        latent=noised(latents, noise, sigma),
         timestep=1000 * sigma,
         sigma=sigma,
         target=noise - latents,

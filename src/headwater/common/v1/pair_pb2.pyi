@@ -89,7 +89,7 @@ class ForwardProcessTerm(_message.Message):
     sigma: _builtins.float
     """Noise level in (0, 1]."""
     noise_seed: _builtins.int
-    """Seed of the noise, so that the term can be rebuilt."""
+    """Seed of the noise, drawn as fp32 by torch on a CPU, so that the term can be rebuilt."""
     advantage: _builtins.float
     """Advantage of the sample in its group; unset for supervised data."""
     @_builtins.property

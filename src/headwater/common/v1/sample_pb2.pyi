@@ -198,7 +198,8 @@ Global___Conditioning: _TypeAlias = Conditioning  # noqa: Y015
 @_typing.final
 class Trajectory(_message.Message):
     """Trajectory is the part of a denoise run that a loss can be computed from.
-    T is the number of steps, W the number of trained (stochastic) steps, K the number of stored latents.
+    T is the number of steps, W the number of trained (stochastic) steps, K the number of stored latents. A deterministic
+    run (sampling.transition unset) stores its final latent alone: K = 1 and W = 0, enough for forward-process losses.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -221,7 +222,7 @@ class Trajectory(_message.Message):
     @_builtins.property
     def latent_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Position of each stored latent on the grid, length K, strictly increasing: position i is the input of step i,
-        position T is the final latent.
+        position T is the final latent, which is always stored.
         """
 
     @_builtins.property
