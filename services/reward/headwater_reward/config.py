@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
-<<<<<<< HEAD
 from headwater.telemetry import metrics
-=======
->>>>>>> sec
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RewardConfig:
             _flag(name), type=kind, default=getattr(default, name), help=f"{text} (default %(default)s)"
         )
     parser.add_argument("--blob-root", default="", help="root of the blob store, for media that come by reference")
-<<<<<<< HEAD
     metrics.add_argument(parser)
-=======
->>>>>>> sec
     add_insecure(parser)
     add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))

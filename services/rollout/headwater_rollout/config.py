@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 
 from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
 from headwater.stream import address
-<<<<<<< HEAD
 from headwater.telemetry import metrics
-=======
->>>>>>> sec
 
 ENGINES = ("sglang", "diffusers")
 PRECISIONS = ("fp32", "bf16")
@@ -97,10 +94,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RolloutConfig:
     text("--capacity-groups", type=int, default=default.capacity_groups, help="groups at once (default %(default)s)")
     text("--timeout-s", type=float, default=default.timeout_s, help="of a group without deadline (default %(default)s)")
     text("--drain-grace-s", type=float, default=default.drain_grace_s, help="after SIGTERM (default %(default)s)")
-<<<<<<< HEAD
     metrics.add_argument(parser)
-=======
->>>>>>> sec
     add_insecure(parser)
     add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))

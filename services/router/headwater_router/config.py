@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
-<<<<<<< HEAD
 from headwater.telemetry import metrics
-=======
->>>>>>> sec
 
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 """Longest timeout that a prompt may ask for: one week."""
@@ -71,10 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         parser.add_argument(
             _flag(name), type=kind, default=getattr(default, name), help=f"{text} (default %(default)s)"
         )
-<<<<<<< HEAD
     metrics.add_argument(parser)
-=======
->>>>>>> sec
     add_insecure(parser)
     add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))

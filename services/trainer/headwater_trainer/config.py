@@ -8,10 +8,7 @@ from pathlib import Path
 
 from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
 from headwater.stream import address
-<<<<<<< HEAD
 from headwater.telemetry import metrics
-=======
->>>>>>> sec
 
 
 @dataclass(frozen=True)
@@ -27,10 +24,7 @@ class TrainerConfig:
     device: str = "auto"
     wait_limit_s: float = 1800.0
     collective_timeout_s: float = 1800.0
-<<<<<<< HEAD
     metrics_bind: str = ""
-=======
->>>>>>> sec
     weight_host: str = ""
     insecure: bool = False
     security: Security = PLAIN
@@ -61,10 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainerConfig:
     parser.add_argument(
         "--collective-timeout-s", type=float, default=1800.0, help="longest wait for another rank (default %(default)s)"
     )
-<<<<<<< HEAD
     metrics.add_argument(parser)
-=======
->>>>>>> sec
     parser.add_argument(
         "--weight-host",
         metavar="HOST",

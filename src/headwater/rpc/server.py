@@ -41,7 +41,6 @@ _REMEDY = (
 class Server:
     """One grpc.aio server. Add servicers, start it, and set it serving once the process can do its work."""
 
-<<<<<<< HEAD
     def __init__(
         self, bind: str, *, name: str, insecure: bool = False, security: Security | None = None,
         connection_age_s: float | None = None,
@@ -51,11 +50,6 @@ class Server:
         After `connection_age_s` a connection is closed once its calls have ended: clients that balance over the
         addresses of a name then look the name up again, and find servers that have come since.
 
-=======
-    def __init__(self, bind: str, *, name: str, insecure: bool = False, security: Security | None = None) -> None:
-        """`bind` is host:port (port 0: any free one); `security` is another identity than the process's own.
-
->>>>>>> sec
         Raises `InvalidArgument` for a bind that other machines can reach without TLS, tokens or `insecure`, and for
         security settings that cannot be.
         """
@@ -65,12 +59,8 @@ class Server:
         self.name = name
         self._bind = bind
         guards = [Authorization(TokenList(security.tokens))] if security.tokens else []
-<<<<<<< HEAD
         age = (("grpc.max_connection_age_ms", int(connection_age_s * 1000)),) if connection_age_s else ()
         self._server = grpc.aio.server(interceptors=[*guards, ErrorInterceptor()], options=(*_OPTIONS, *age))
-=======
-        self._server = grpc.aio.server(interceptors=[*guards, ErrorInterceptor()], options=_OPTIONS)
->>>>>>> sec
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services = ["", health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]

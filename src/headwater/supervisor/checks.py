@@ -6,14 +6,8 @@ from collections.abc import Mapping
 import redis
 
 from headwater.errors import InvalidArgument, Unavailable
-<<<<<<< HEAD
-from headwater.stream.address import split_password
-from headwater.stream.connection import address_of
-=======
-from headwater.rpc.channel import sync_channel
 from headwater.stream.address import split_password
 from headwater.stream.connection import address_of, explain
->>>>>>> sec
 
 PING_TIMEOUT_S = 3.0
 

@@ -7,16 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from headwater.errors import InvalidArgument
-<<<<<<< HEAD
 from headwater.rpc.health import serves
 from headwater.rpc.security import PLAIN, Security
 from headwater.stream.address import split_password
 from headwater.supervisor.checks import check_ports_free, check_redis
-=======
-from headwater.rpc.security import PLAIN, Security
-from headwater.stream.address import split_password
-from headwater.supervisor.checks import check_ports_free, check_redis, serves
->>>>>>> sec
 from headwater.supervisor.gpus import assign, visible_gpus
 from headwater.supervisor.process import ServiceSpec
 from headwater.supervisor.supervisor import Supervisor
