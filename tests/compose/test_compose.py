@@ -96,7 +96,7 @@ def test_the_host_needs_a_certificate_and_a_token_of_the_right_role(fleet: Fleet
     bare |= {"HEADWATER_TRAINER": fleet.client_environment()["HEADWATER_TRAINER"]}
     for env in (bare, fleet.client_environment("client")):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
-        assert done.returncode == 1, done.stdout + done.stderr
+        assert done.returncode in (1, 2), done.stdout + done.stderr
     assert "admin" in done.stderr  # the client's token may look, not train
 
 
