@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-STEPS = 48
+STEPS = 32
 RECIPE = str(Path(__file__).with_name("recipe.toml"))
 
 
@@ -106,8 +106,15 @@ def test_the_dashboard_shows_the_worker(fleet: Fleet):
         assert b'"ok":true' in reply.read()
 
 
-def test_a_run_learns_while_services_are_scaled_and_killed(fleet: Fleet, tmp_path: Path):
+@pytest.fixture
+def run(fleet: Fleet) -> Iterator[TrainingRun]:
     run = TrainingRun(fleet, f"train.steps={STEPS}")
+    yield run
+    run.process.kill()
+    run.process.wait(10)
+
+
+def test_a_run_learns_while_services_are_scaled_and_killed(fleet: Fleet, run: TrainingRun):
     run.wait_steps(2)
 
     fleet.scale("reward", 3)
