@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUF := npx --yes @bufbuild/buf@1.75.0
 ARGS ?=
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format protos clean
+
+.PHONY: help install quickstart test lint format protos clean compose-build compose-up compose-down test-compose
 
 help:
 	@echo "make quickstart   watch a diffusion model learn through all services (ARGS='--steps 12' …)"
@@ -16,6 +18,9 @@ help:
 	@echo "make install      create $(VENV) and install the pinned requirements; the others do it too"
 	@echo "make format       rewrite the code in the project's style"
 	@echo "make protos       generate the protocol code again"
+	@echo "make compose-up    build the images, make certificates and tokens, start the containers (docs/deploy.md)"
+	@echo "make compose-down  stop them; volumes stay"
+	@echo "make test-compose  the containers on a real Docker engine: scaled, killed, trained"
 	@echo "make clean        remove $(VENV), caches and run folders"
 
 install: $(INSTALLED)
@@ -46,6 +51,27 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Keys and tokens that containers read as another user: the folder keeps everybody else out.
+deploy/secrets/redis_password: | install
+	$(BIN)/headwater certs deploy/secrets --mode 0644
+	for name in grafana_password redis_password; do \
+	  $(BIN)/python -c 'import secrets; print(secrets.token_urlsafe(32))' >deploy/secrets/$$name; done
+
+# A CPU build of torch that pip finds among this machine's own files saves naming an index of such builds.
+compose-build:
+	@ls deploy/wheels/torch-*.whl >/dev/null 2>&1 || pip download --quiet --no-index --no-deps -d deploy/wheels \
+	  "$$(grep '^torch==' requirements/cpu.txt)" 2>/dev/null || true
+	$(COMPOSE) -f deploy/compose.yaml build
+
+compose-up: deploy/secrets/redis_password compose-build
+	$(COMPOSE) -f deploy/compose.yaml up -d
+
+compose-down:
+	$(COMPOSE) -f deploy/compose.yaml down
+
+test-compose: install compose-build
+	COMPOSE_TEST=1 COMPOSE="$(COMPOSE)" $(BIN)/python -m pytest -s tests/compose $(ARGS)
 
 protos: install
 	$(BIN)/python scripts/generate_protos.py

@@ -33,6 +33,7 @@ from headwater.router.v1 import router_pb2 as pb
 from headwater.router.v1.router_pb2_grpc import RouterServiceStub
 from headwater.rpc.channel import sync_channel
 from headwater.rpc.errors import from_rpc_error
+from headwater.rpc.security import Security
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -118,10 +119,14 @@ class Options(TypedDict, total=False):
 class Client:
     """A connection to a router. Use it as a context manager; safe to share between threads."""
 
-    def __init__(self, address: str | None = None) -> None:
-        """`address` is host:port; default $HEADWATER_ROUTER, then 127.0.0.1:7400. Connects on first use."""
+    def __init__(self, address: str | None = None, *, security: Security | None = None) -> None:
+        """`address` is host:port; default $HEADWATER_ROUTER, then 127.0.0.1:7400. Connects on first use.
+
+        `security` names certificates and token; default what HEADWATER_TLS_CA, HEADWATER_TLS_CERT, HEADWATER_TLS_KEY
+        and HEADWATER_TOKEN_FILE name. Raises `InvalidArgument` when those files cannot be used.
+        """
         self.address = address or os.environ.get("HEADWATER_ROUTER") or DEFAULT_ADDRESS
-        self._channel = sync_channel(self.address)
+        self._channel = sync_channel(self.address, security=security)
         self._stub = RouterServiceStub(self._channel)
 
     def __enter__(self) -> "Client":

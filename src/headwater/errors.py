@@ -10,6 +10,7 @@ HeadwaterError
 ├── DeadlineExceeded     a wait has reached its end
 ├── Aborted              fenced off: an older epoch, or a lost race
 ├── Cancelled            somebody asked for it
+├── Unauthenticated      the caller has no token, or not one that the server knows
 ├── PermissionDenied     the caller's role does not allow it
 ├── DataLoss             bytes are not what they should be
 └── Internal             a bug here
@@ -91,6 +92,12 @@ class Cancelled(HeadwaterError):
     """Cancelled on request."""
 
     code, default_reason = grpc.StatusCode.CANCELLED, "CANCELLED"
+
+
+class Unauthenticated(HeadwaterError):
+    """The call has no token, or one that the server does not know."""
+
+    code, default_reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
 
 
 class PermissionDenied(HeadwaterError):

@@ -13,7 +13,8 @@ import pytest
 import redis
 
 from headwater.errors import FailedPrecondition, InvalidArgument, Unavailable
-from headwater.supervisor.checks import check_ports_free, check_redis, serves
+from headwater.rpc.health import serves
+from headwater.supervisor.checks import check_ports_free, check_redis
 from headwater.supervisor.process import ServiceSpec
 from headwater.supervisor.proctree import descendants
 from headwater.supervisor.supervisor import Supervisor

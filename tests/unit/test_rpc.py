@@ -9,6 +9,7 @@ from headwater.reward.v1 import reward_pb2 as pb
 from headwater.reward.v1 import reward_pb2_grpc as rpc
 from headwater.rpc.channel import aio_channel
 from headwater.rpc.errors import from_rpc_error
+from headwater.rpc.security import PLAIN
 from headwater.rpc.server import Server, check_bind
 
 
@@ -73,10 +74,10 @@ async def test_health_follows_set_serving():
 @pytest.mark.parametrize("bind", ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "example.com:1", "7400", ":7400"])
 def test_public_or_malformed_binds_are_refused(bind):
     with pytest.raises(InvalidArgument):
-        check_bind(bind, insecure=False)
+        check_bind(bind, PLAIN, insecure=False)
 
 
 def test_insecure_allows_a_public_bind():
-    check_bind("0.0.0.0:7400", insecure=True)
-    check_bind("[::1]:7400", insecure=False)
+    check_bind("0.0.0.0:7400", PLAIN, insecure=True)
+    check_bind("[::1]:7400", PLAIN, insecure=False)
     assert issubclass(FailedPrecondition, HeadwaterError)

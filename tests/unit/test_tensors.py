@@ -142,6 +142,19 @@ def test_links_do_not_lead_out_of_the_root(tmp_path):
         BlobStore(str(tmp_path / "root")).get(BlobRef(uri="link/secret", byte_size=1))
 
 
+@pytest.mark.parametrize(
+    ("offset", "size", "error"),
+    [(0, codec.MAX_TENSOR_BYTES + 1, InvalidArgument), (0, 2**31, DataLoss), (2**60, 8, DataLoss), (2, 8, DataLoss)],
+)
+def test_a_reference_to_more_than_there_is_allocates_nothing(tmp_path, monkeypatch, offset, size, error):
+    store = BlobStore(str(tmp_path))
+    (ref,) = store.put("a.bin", [b"12345678"])
+    (tmp_path / "a.bin").write_bytes(b"12345678")
+    monkeypatch.setattr(store, "_read", lambda *_: pytest.fail("read"))
+    with pytest.raises(error):
+        store.get(BlobRef(uri="a.bin", offset_bytes=offset, byte_size=size, checksum=ref.checksum))
+
+
 def test_a_failed_write_leaves_nothing(tmp_path):
     store = BlobStore(str(tmp_path))
     with pytest.raises(TypeError):

@@ -102,6 +102,15 @@ def test_a_tampered_plan_is_refused():
         check_plan(plan)
 
 
+@pytest.mark.parametrize("shape", [[-1], [2**62, 2**62], [-(2**40), -(2**40)]])
+def test_a_plan_of_impossible_shapes_is_refused(shape):
+    plan = build_plan([("a", spec_of(torch.zeros(3)))], epoch=1, version=WeightVersion(), component="transformer")
+    plan.tensors[0].spec.shape[:] = shape
+    with pytest.raises(InvalidArgument) as caught:
+        check_plan(plan)
+    assert caught.value.field.startswith("plan.")
+
+
 def test_a_tensor_named_twice_is_refused():
     spec = spec_of(torch.zeros(3))
     plan = build_plan([("a", spec), ("a", spec)], epoch=1, version=WeightVersion(), component="transformer")

@@ -63,6 +63,8 @@ class RewardQueue:
         self._closing = False
         self._item_s = 0.1  # running mean of the seconds per item, for retry_after
         self._thread: threading.Thread | None = None
+        self.scored_items = self.failed_items = 0
+        self.scoring_s = 0.0
 
     def start(self, threads: int) -> "Future[None]":
         """Load the reward in its own thread; the future ends when it is ready or has failed."""
@@ -73,6 +75,11 @@ class RewardQueue:
         )
         self._thread.start()
         return ready
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait."""
+        return len(self._entries)
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new items, score what waits, end the thread. False when it has not ended after `timeout_s`."""
@@ -176,6 +183,9 @@ class RewardQueue:
         started = time.monotonic()
         results = score_items(self.reward, [entry.item for entry in batch])
         took_s = time.monotonic() - started
+        self.failed_items += (failed := sum(isinstance(result, HeadwaterError) for result in results))
+        self.scored_items += len(batch) - failed
+        self.scoring_s += took_s
         self._item_s += 0.2 * (took_s / len(batch) - self._item_s)
         log.debug("batch reward=%s items=%d seconds=%.3f", self.reward.name, len(batch), took_s)
         for entry, result in zip(batch, results, strict=True):

@@ -5,6 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
+from headwater.telemetry import metrics
+
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -28,8 +31,12 @@ class RewardConfig:
     """After SIGTERM: how long waiting items may take to be scored."""
     blob_root: str = ""
     """Root of the blob store (a folder or an fsspec URL); empty: media come inline only."""
+    metrics_bind: str = ""
+    """host:port of figures for Prometheus; empty: none."""
     insecure: bool = False
-    """Allow a bind that other machines can reach, without TLS."""
+    """Allow a bind that other machines can reach, without TLS and tokens."""
+    security: Security = PLAIN
+    """TLS files and tokens."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -61,9 +68,12 @@ def parse_args(argv: Sequence[str] | None = None) -> RewardConfig:
             _flag(name), type=kind, default=getattr(default, name), help=f"{text} (default %(default)s)"
         )
     parser.add_argument("--blob-root", default="", help="root of the blob store, for media that come by reference")
-    parser.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
+    metrics.add_argument(parser)
+    add_insecure(parser)
+    add_arguments(parser, server=True)
+    values = vars(parser.parse_args(argv))
     try:
-        return RewardConfig(**vars(parser.parse_args(argv)))
+        return RewardConfig(security=Security.take(values), **values)
     except ValueError as error:
         parser.error(str(error))
 

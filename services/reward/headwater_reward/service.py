@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -15,6 +15,7 @@ from headwater.common.v1.reward_pb2 import RewardScore
 from headwater.errors import DeadlineExceeded, HeadwaterError, InvalidArgument, NotFound, duration, to_item_error
 from headwater.reward.v1 import reward_pb2 as pb
 from headwater.reward.v1 import reward_pb2_grpc
+from headwater.telemetry.metrics import Figure
 from headwater.tensors.blobs import BlobStore
 from headwater_reward import checks, media
 from headwater_reward.batching import Outcome, PendingItem, RewardQueue
@@ -54,6 +55,15 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
         for name, ended in zip(self._queues, await asyncio.gather(*closing), strict=True):
             if not ended:
                 log.warning("reward still busy at the end of the drain, its items are lost reward=%s", name)
+
+    def figures(self) -> Iterator[Figure]:
+        """Queue and work of each reward, for Prometheus."""
+        for name, queue in self._queues.items():
+            own = {"reward": name}
+            yield Figure("headwater_reward_waiting_items", "Items that wait for a reward", queue.waiting, own)
+            yield Figure("headwater_reward_scored_items_total", "Items scored since start", queue.scored_items, own)
+            yield Figure("headwater_reward_failed_items_total", "Items that got an error", queue.failed_items, own)
+            yield Figure("headwater_reward_scoring_seconds_total", "Seconds spent scoring", queue.scoring_s, own)
 
     async def ListRewards(
         self, request: pb.ListRewardsRequest, context: grpc.aio.ServicerContext

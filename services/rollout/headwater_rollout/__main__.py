@@ -13,12 +13,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     import asyncio
 
     from headwater.errors import HeadwaterError
+    from headwater.rpc import credentials
+    from headwater.rpc.server import check_bind
     from headwater.telemetry import setup_logging
 
     setup_logging("rollout")
-    from headwater_rollout.worker import run
-
     try:
+        credentials.use(config.security)
+        check_bind(config.bind, config.security, insecure=config.insecure)  # now, not after minutes of loading
+        from headwater_rollout.worker import run
+
         asyncio.run(run(config))
     except HeadwaterError as error:
         sys.exit(f"headwater-rollout: {error.message}")

@@ -4,7 +4,11 @@ import argparse
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
+from headwater.stream import address
+from headwater.telemetry import metrics
 
 ENGINES = ("sglang", "diffusers")
 PRECISIONS = ("fp32", "bf16")
@@ -19,7 +23,8 @@ class RolloutConfig:
     bind: str = "127.0.0.1:7410"
     """host:port to listen on; port 0 takes any free one."""
     advertise: str = ""
-    """host:port at which the router reaches this worker; empty: where it listens."""
+    """host:port at which router and trainer reach this worker; empty: where it listens, and when it listens on every
+    address, the one that the router is reached from."""
     router: str = ""
     """Router to register at; empty: stand alone."""
     rewards: tuple[str, ...] = ()
@@ -30,8 +35,8 @@ class RolloutConfig:
     """Precision of the denoiser."""
     device: str = ""
     """Device of the engine; empty: a GPU when there is one, else the CPU."""
-    redis: str = ""
-    """Redis URL; empty: this worker cannot publish."""
+    redis: str = field(default="", repr=False)
+    """Redis URL with its password; empty: this worker cannot publish."""
     blob_root: str = ""
     """Blob store; empty: this worker cannot publish."""
     worker_id: str = ""
@@ -44,8 +49,12 @@ class RolloutConfig:
     """Longest time for a group whose caller sets no deadline."""
     drain_grace_s: float = 120.0
     """After SIGTERM: how long running groups may take to finish."""
+    metrics_bind: str = ""
+    """host:port of figures for Prometheus; empty: none."""
     insecure: bool = False
-    """Allow a bind that other machines can reach, without TLS."""
+    """Allow a bind that other machines can reach, without TLS and tokens."""
+    security: Security = PLAIN
+    """TLS files and tokens."""
 
     def __post_init__(self) -> None:
         for name in ("max_group_size", "capacity_groups", "timeout_s", "drain_grace_s"):
@@ -78,17 +87,19 @@ def parse_args(argv: Sequence[str] | None = None) -> RolloutConfig:
     text("--engine", choices=ENGINES, default=default.engine, help="(default %(default)s)")
     text("--precision", choices=PRECISIONS, default=default.precision, help="of the denoiser (default %(default)s)")
     text("--device", default="", help='e.g. "cpu" or "cuda:0" (default: a GPU when there is one)')
-    text("--redis", default=os.environ.get("REDIS_URL", ""), help="redis://host:port (default $REDIS_URL)")
+    address.add_arguments(parser, default="", text="redis://host:port (default $REDIS_URL)")
     text("--blob-root", default="", help="folder or URL that this worker and the trainer share")
     text("--worker-id", default="", help="stable name at the router (default: host and port)")
     text("--max-group-size", type=int, default=default.max_group_size, help="(default %(default)s)")
     text("--capacity-groups", type=int, default=default.capacity_groups, help="groups at once (default %(default)s)")
     text("--timeout-s", type=float, default=default.timeout_s, help="of a group without deadline (default %(default)s)")
     text("--drain-grace-s", type=float, default=default.drain_grace_s, help="after SIGTERM (default %(default)s)")
-    text("--insecure", action="store_true", help="allow a bind that other machines can reach")
+    metrics.add_argument(parser)
+    add_insecure(parser)
+    add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))
     try:
-        return RolloutConfig(**values)
+        return RolloutConfig(redis=address.take(values), security=Security.take(values), **values)
     except ValueError as error:
         parser.error(str(error))
 

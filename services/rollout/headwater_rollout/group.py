@@ -88,7 +88,7 @@ class GroupPipeline:
                     "group failed worker=%s group=%s %s: %s", self._worker_id, request.group_id, error.reason, error
                 )
                 raise
-            self._log(request, generated, scored, published, time.monotonic() - started)
+            self._account(request, generated, scored, published, time.monotonic() - started)
             for sample in scored.samples:
                 if not request.return_media:
                     sample.ClearField("media")
@@ -226,10 +226,15 @@ class GroupPipeline:
             log.info("group %s was published by an earlier attempt", request.group_id)
         return True
 
-    def _log(
+    def _account(
         self, request: GenerateGroupRequest, generated: _Generated, scored: _Scored, published: bool, seconds: float
     ) -> None:
         totals = [sample.total_reward for sample in scored.samples if sample.HasField("total_reward")]
+        self._status.samples += len(scored.samples)
+        self._status.published_groups += published
+        self._status.engine_s += generated.engine_s
+        self._status.scoring_s += scored.scoring_s
+        self._status.reward_mean = sum(totals) / len(totals) if totals else None
         log.info(
             "group worker=%s group=%s n=%d run=%s version=%d reward=%s verdict=%s published=%s engine_s=%.2f "
             "scoring_s=%.2f total_s=%.2f",

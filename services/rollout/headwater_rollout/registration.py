@@ -12,6 +12,7 @@ from headwater.errors import HeadwaterError, NotFound
 from headwater.rollout.v1.rollout_pb2 import GetWorkerInfoResponse
 from headwater.router.v1.router_pb2 import DeregisterWorkerRequest, HeartbeatRequest, RegisterWorkerRequest
 from headwater.router.v1.router_pb2_grpc import RouterServiceStub
+from headwater.rpc.address import reachable_address
 from headwater.rpc.channel import aio_channel
 from headwater.rpc.errors import from_rpc_error
 from headwater_rollout.status import WorkerStatus
@@ -81,9 +82,10 @@ class Registration:
         await self._channel.close(None)
 
     async def _register(self) -> None:
+        address = await asyncio.to_thread(reachable_address, self._address, self._router)
         request = RegisterWorkerRequest(
             worker_id=self._worker_id,
-            address=self._address,
+            address=address,
             info=self._info(),
             report=self._status.report(),
             capacity_groups=self._capacity_groups,
@@ -94,7 +96,7 @@ class Registration:
             raise from_rpc_error(error) from error
         self._lease_id = response.lease_id
         self._interval_s = max(0.05, response.heartbeat_interval.ToTimedelta().total_seconds())
-        log.info("registered worker=%s router=%s address=%s", self._worker_id, self._router, self._address)
+        log.info("registered worker=%s router=%s address=%s", self._worker_id, self._router, address)
 
     async def _heartbeat(self) -> None:
         request = HeartbeatRequest(lease_id=self._lease_id, report=self._status.report())

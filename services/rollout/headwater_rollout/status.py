@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from headwater.errors import Unavailable
 from headwater.rollout.v1.rollout_pb2 import WorkerState
 from headwater.router.v1.router_pb2 import Condition, WorkerReport
+from headwater.telemetry.metrics import Figure
 from headwater_rollout.weight_receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ class WorkerStatus:
         self.sleeping = False
         self.active_groups = 0
         self.finished_groups = 0
+        self.samples = self.published_groups = 0
+        self.engine_s = self.scoring_s = 0.0
+        self.reward_mean: float | None = None  # of the last group
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -48,6 +52,18 @@ class WorkerStatus:
             finished_groups=self.finished_groups,
             conditions=self._conditions.values(),
         )
+
+    def figures(self) -> Iterator[Figure]:
+        """Load, work and weights, for Prometheus."""
+        yield Figure("headwater_rollout_active_groups", "Groups in work", self.active_groups)
+        yield Figure("headwater_rollout_finished_groups_total", "Groups finished since start", self.finished_groups)
+        yield Figure("headwater_rollout_published_groups_total", "Groups put into the stream", self.published_groups)
+        yield Figure("headwater_rollout_samples_total", "Samples generated and scored", self.samples)
+        yield Figure("headwater_rollout_engine_seconds_total", "Seconds that the engine generated", self.engine_s)
+        yield Figure("headwater_rollout_scoring_seconds_total", "Seconds waited for rewards", self.scoring_s)
+        yield Figure("headwater_rollout_weight_step", "Step of the weights served", self._receiver.version.step)
+        if self.reward_mean is not None:
+            yield Figure("headwater_rollout_reward_mean", "Mean total reward of the last group", self.reward_mean)
 
     def check_admission(self) -> None:
         """Raise `Unavailable` while no new group is taken, with the reason."""

@@ -10,6 +10,7 @@ import torch
 from headwater.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from headwater.rpc.server import Server, serve_until_signal
 from headwater.stream.publisher import ScoredPublisher
+from headwater.telemetry.metrics import serve_metrics
 from headwater.tensors.blobs import BlobStore
 from headwater_rollout.config import RolloutConfig
 from headwater_rollout.engine import load_engine
@@ -68,6 +69,7 @@ class Worker:
     async def start(self) -> str:
         """Listen and register; returns the address."""
         address = await self.server.start()
+        serve_metrics(self.config.metrics_bind, self.status.figures, asyncio.get_running_loop())
         await self.server.set_serving(True)
         self._tasks.append(asyncio.create_task(self.rewards.watch()))
         if self.config.router:

@@ -13,7 +13,7 @@ from headwater.common.v1.sample_pb2 import Sample
 from headwater.errors import HeadwaterError, Unavailable
 from headwater.rollout.v1.rollout_pb2 import GenerateGroupRequest, GroupOutcome
 from headwater.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
-from headwater.rpc.channel import aio_channel
+from headwater.rpc.channel import WORKER_NAME, aio_channel
 from headwater.rpc.errors import from_rpc_error
 from headwater_router.registry import Worker
 
@@ -69,7 +69,8 @@ class Attempts:
 
     def _channel(self, worker: Worker) -> grpc.aio.Channel:
         if worker.lease_id not in self._channels:
-            self._channels[worker.lease_id] = aio_channel(worker.registration.address)
+            address = worker.registration.address
+            self._channels[worker.lease_id] = aio_channel(address, server_name=WORKER_NAME)
         return self._channels[worker.lease_id]
 
     def forget(self, worker: Worker) -> None:

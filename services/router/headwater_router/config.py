@@ -5,6 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
+from headwater.telemetry import metrics
+
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 """Longest timeout that a prompt may ask for: one week."""
 
@@ -27,8 +30,12 @@ class RouterConfig:
     """From acceptance to outcome, for a prompt that sets no timeout."""
     drain_grace_s: float = 30.0
     """After SIGTERM: how long running groups may take to finish."""
+    metrics_bind: str = ""
+    """host:port of figures for Prometheus; empty: none."""
     insecure: bool = False
-    """Allow a bind that other machines can reach, without TLS."""
+    """Allow a bind that other machines can reach, without TLS and tokens."""
+    security: Security = PLAIN
+    """TLS files and tokens."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -61,9 +68,12 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
         parser.add_argument(
             _flag(name), type=kind, default=getattr(default, name), help=f"{text} (default %(default)s)"
         )
-    parser.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
+    metrics.add_argument(parser)
+    add_insecure(parser)
+    add_arguments(parser, server=True)
+    values = vars(parser.parse_args(argv))
     try:
-        return RouterConfig(**vars(parser.parse_args(argv)))
+        return RouterConfig(security=Security.take(values), **values)
     except ValueError as error:
         parser.error(str(error))
 

@@ -5,9 +5,11 @@ import secrets
 from collections.abc import Iterable
 
 from headwater import sampling
+from headwater.common.v1.authorization_pb2 import Role
 from headwater.errors import HeadwaterError, InvalidArgument
 from headwater.rollout.v1.rollout_pb2 import GenerateGroupRequest, GetWorkerInfoResponse, PublishMode
 from headwater.router.v1.router_pb2 import Prompt
+from headwater.rpc.authorization import require
 from headwater.stream.keys import check_id
 from headwater_router.config import MAX_TIMEOUT_S
 
@@ -17,7 +19,8 @@ SEED_BITS = 63
 
 
 def check_prompt(prompt: Prompt, workers: Iterable[GetWorkerInfoResponse]) -> None:
-    """Raise `InvalidArgument` for a prompt that is wrong in itself, or that no registered worker could ever make.
+    """Raise `InvalidArgument` for a prompt that is wrong in itself, or that no registered worker could ever make, and
+    `PermissionDenied` for one that takes part in a training run without the role for it.
 
     `field` is a path below the request, e.g. "prompt.sampling.steps". Unknown rewards and filters are the workers' to
     refuse: the router does not know them.
@@ -32,6 +35,8 @@ def check_prompt(prompt: Prompt, workers: Iterable[GetWorkerInfoResponse]) -> No
         raise _invalid("publish", f"has the unknown value {prompt.publish}; use a PublishMode")
     if prompt.publish == PublishMode.PUBLISH_MODE_STREAM and not prompt.run_id:
         raise _invalid("run_id", "is empty, but publish is STREAM; name the run whose stream gets the group")
+    if prompt.run_id:
+        require(Role.ROLE_ADMIN, "a prompt of a run (run_id)", field="prompt.run_id")
     if prompt.HasField("timeout"):
         timeout_s = timeout_seconds(prompt, default=0)
         if not 0 < timeout_s <= MAX_TIMEOUT_S:

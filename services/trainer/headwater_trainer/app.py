@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 from headwater.errors import HeadwaterError
+from headwater.rpc import credentials
 from headwater.rpc.server import Server
 from headwater.telemetry import setup_logging
+from headwater.telemetry.metrics import serve_metrics
 from headwater.trainer.v1.trainer_pb2 import RunState, StartRunRequest
 from headwater.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from headwater_trainer.background import BackgroundLoop
@@ -31,6 +33,7 @@ def run_trainer(config: TrainerConfig) -> int:
     setup_logging(f"trainer{os.environ.get('RANK', '0')}")
     with join(config.device, config.collective_timeout_s) as ranks:
         try:
+            credentials.use(config.security)
             return _lead(config, ranks) if ranks.is_first else _follow(config, ranks)
         except HeadwaterError as error:
             log.error("%s", error.message)
@@ -54,6 +57,7 @@ def _lead(config: TrainerConfig, ranks: Ranks) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: board.close())
     server = background.call(_serve(config, board), 30.0)
+    serve_metrics(config.metrics_bind, board.figures)
     _continue_interrupted(board, active, config)
     try:
         while not board.closing:

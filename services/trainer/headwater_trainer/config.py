@@ -3,8 +3,12 @@
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
+from headwater.stream import address
+from headwater.telemetry import metrics
 
 
 @dataclass(frozen=True)
@@ -13,14 +17,17 @@ class TrainerConfig:
 
     bind: str
     router: str
-    redis: str
+    redis: str = field(repr=False)  # with its password
     blob_root: str
     output_dir: Path
     consumer: str = "trainer"
     device: str = "auto"
     wait_limit_s: float = 1800.0
     collective_timeout_s: float = 1800.0
+    metrics_bind: str = ""
+    weight_host: str = ""
     insecure: bool = False
+    security: Security = PLAIN
 
 
 def parse_args(argv: Sequence[str] | None = None) -> TrainerConfig:
@@ -34,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainerConfig:
     parser.add_argument(
         "--router", default=os.environ.get("HEADWATER_ROUTER", "127.0.0.1:7400"), help="router, host:port"
     )
-    parser.add_argument("--redis", default=os.environ.get("REDIS_URL", "redis://127.0.0.1:7409/0"), help="Redis URL")
+    address.add_arguments(parser, default="redis://127.0.0.1:7409/0", text="Redis URL (default $REDIS_URL)")
     parser.add_argument("--blob-root", required=True, help="folder or fsspec URL that the rollout workers write to")
     parser.add_argument("--output-dir", required=True, type=Path, help="folder of run folders")
     parser.add_argument("--consumer", default="trainer", help="name in the stream, stable over restarts")
@@ -48,9 +55,20 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainerConfig:
     parser.add_argument(
         "--collective-timeout-s", type=float, default=1800.0, help="longest wait for another rank (default %(default)s)"
     )
-    parser.add_argument("--insecure", action="store_true", help="allow a bind that other machines can reach")
-    options = parser.parse_args(argv)
+    metrics.add_argument(parser)
+    parser.add_argument(
+        "--weight-host",
+        metavar="HOST",
+        default="",
+        help="address of this machine at which workers join a weight update (default: the one that reaches the router)",
+    )
+    add_insecure(parser)
+    add_arguments(parser, server=True)
+    values = vars(parser.parse_args(argv))
     for name in ("wait_limit_s", "collective_timeout_s"):
-        if not 0 < getattr(options, name) <= 10**6:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0 and at most 1e6")
-    return TrainerConfig(**vars(options))
+        if not 0 < values[name] <= 10**6:
+            parser.error(f"--{name.replace('_', '-')} is {values[name]}; it must be above 0 and at most 1e6")
+    try:
+        return TrainerConfig(redis=address.take(values), security=Security.take(values), **values)
+    except ValueError as error:
+        parser.error(str(error))

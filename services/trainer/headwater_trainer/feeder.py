@@ -25,6 +25,7 @@ from headwater.errors import HeadwaterError, Internal, from_item_error
 from headwater.rollout.v1.rollout_pb2 import GroupOutcome, PublishMode
 from headwater.router.v1 import router_pb2, router_pb2_grpc
 from headwater.rpc.channel import aio_channel
+from headwater.rpc.errors import from_rpc_error
 from headwater_trainer.prompt_order import PromptOrder, group_id_of, sequence_of
 from headwater_trainer.worker_watch import Conditions, watch_workers
 
@@ -45,6 +46,7 @@ _PATIENT = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ALREADY_EXISTS,
 )
+_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _LIMITED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 
 
@@ -125,6 +127,8 @@ class Feeder:
                         await self._session(stub)
                         delay = 0.2
                     except grpc.aio.AioRpcError as error:
+                        if error.code() in _REFUSED:
+                            raise from_rpc_error(error) from error
                         self._conditions.begin("ROUTER_UNAVAILABLE", f"the router at {self._router}: {error.details()}")
                         delay = min(_MAX_BACKOFF_S, delay * 2)
                     await asyncio.sleep(delay)

@@ -113,7 +113,8 @@ class _Run:
         stream = ScoredStream(config.redis, run_id, config.consumer)
         stream.open()
         feeder = Feeder(config.router, run_id, recipe, order, self._notice)
-        self._sender = WeightSender(config.router, run_id, check_model(recipe).components[0])
+        component = check_model(recipe).components[0]
+        self._sender = WeightSender(config.router, run_id, component, host=config.weight_host or None)
         self._source = StreamSource(
             recipe, run_id, stream, store, feeder, self._frontend.background,
             asked=self._asked, idle=self._idle, notice=self._notice, wait_limit_s=config.wait_limit_s,

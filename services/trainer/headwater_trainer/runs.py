@@ -3,13 +3,14 @@
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headwater.common.v1.sample_pb2 import WeightVersion
 from headwater.errors import FailedPrecondition, NotFound
+from headwater.telemetry.metrics import Figure
 from headwater.trainer.v1.trainer_pb2 import (
     CheckpointSaved,
     Notice,
@@ -34,6 +35,7 @@ class RunRecord:
         self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._savers: list[Future[CheckpointSaved]] = []
         self._stop = False
+        self.last_metrics: Mapping[str, float] = {}
         self._append(run=run)
 
     @property
@@ -75,6 +77,7 @@ class RunRecord:
     def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Tell the figures of a step; those that are not finite are left out of the event."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self.last_metrics = finite
         self._append(metrics=StepMetrics(step=step, values=finite))
 
     def notice(self, reason: str, message: str) -> None:
@@ -183,6 +186,20 @@ class RunBoard:
                 return record
             known = ", ".join(sorted(self._records)) or "none yet"
         raise NotFound(f"no run {run_id!r} in this trainer process; known: {known}", reason="RUN_UNKNOWN")
+
+    def figures(self) -> Iterator[Figure]:
+        """The active or last run, for Prometheus: its state and every figure of its last step (docs/metrics.md)."""
+        record = self._last
+        if record is None:
+            return
+        run, own = record.run, {"run_id": record.run.run_id}
+        state = RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+        yield Figure("headwater_trainer_run_state", "1 for the state of the run", 1, {**own, "state": state})
+        yield Figure("headwater_trainer_step", "Steps done", run.step, own)
+        yield Figure("headwater_trainer_total_steps", "Steps of the run", run.total_steps, own)
+        yield Figure("headwater_trainer_weight_step", "Step of the weights sent last", run.weight_version.step, own)
+        for name, value in record.last_metrics.items():
+            yield Figure("headwater_trainer_metric", "A figure of the last step", value, {**own, "name": name})
 
     def take_request(self, timeout_s: float) -> StartRunRequest | None:
         """The run to execute next, or None after `timeout_s`, or at once when closing."""

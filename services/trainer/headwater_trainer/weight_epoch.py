@@ -16,7 +16,7 @@ from headwater.rollout.v1 import rollout_pb2_grpc, weights_pb2
 from headwater.rollout.v1.rollout_pb2 import GetWeightsRequest, GetWorkerInfoResponse
 from headwater.rollout.v1.weights_pb2 import Transport, WeightPlan
 from headwater.router.v1 import router_pb2
-from headwater.rpc.channel import sync_channel
+from headwater.rpc.channel import WORKER_NAME, sync_channel
 from headwater.rpc.errors import from_rpc_error
 from headwater.weights.fingerprint import fingerprint
 from headwater.weights.group import WeightGroup, serve_store
@@ -40,7 +40,7 @@ class Receiver:
 
 def open_receiver(worker: router_pb2.WorkerStatus) -> Receiver:
     """Open a channel to a worker; the caller closes it."""
-    channel = sync_channel(worker.address)
+    channel = sync_channel(worker.address, server_name=WORKER_NAME)
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
     return Receiver(worker.worker_id, worker.info, channel, stub)
 

@@ -14,9 +14,9 @@ from headwater.errors import DataLoss
 from headwater.rollout.v1.rollout_pb2 import GetWorkerInfoRequest, WorkerState
 from headwater.rollout.v1.weights_pb2 import Transport
 from headwater.router.v1 import router_pb2, router_pb2_grpc
+from headwater.rpc.address import host_of, local_address
 from headwater.rpc.channel import sync_channel
 from headwater.rpc.errors import from_rpc_error
-from headwater.weights.group import local_address
 from headwater.weights.plan import DEFAULT_BUCKET_BYTES
 from headwater_trainer.weight_epoch import Receiver, WeightEpoch, call_all, group_transport, open_receiver
 
@@ -57,7 +57,7 @@ class WeightSender:
         self._component = component
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
-        self._host = host or local_address(router_address.rpartition(":")[0].replace("localhost", "127.0.0.1"))
+        self._host = host or local_address(host_of(router_address))
         self._epoch = 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._step = 0

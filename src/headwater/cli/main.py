@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headwater import __version__
 from headwater.cli import output, parity
 
-COMMANDS = ("quickstart", "up", "train", "eval", "submit", "status", "parity")
+COMMANDS = ("quickstart", "up", "train", "eval", "submit", "status", "certs", "parity")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return parity.run(words[1:])
     args = build_parser().parse_args(words)
     try:
+        if hasattr(args, "tls_ca"):
+            _identify(args)
         return int(args.run(args))
     except KeyboardInterrupt:
         print("headwater: interrupted", file=sys.stderr)
@@ -26,6 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return output.report_error(error, as_json=getattr(args, "json", False))
+
+
+def _identify(args: argparse.Namespace) -> None:
+    from headwater.rpc import credentials
+    from headwater.rpc.security import Security
+
+    credentials.use(Security.take(vars(args)))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,6 +5,9 @@ import os
 import time
 from pathlib import Path
 
+from headwater.rpc import security
+from headwater.stream import address
+
 DEFAULT_ROUTER = "127.0.0.1:7400"
 DEFAULT_TRAINER = "127.0.0.1:7402"
 
@@ -22,6 +25,7 @@ def add_router(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("HEADWATER_ROUTER", DEFAULT_ROUTER),
         help="router (default: $HEADWATER_ROUTER, then %(default)s)",
     )
+    security.add_arguments(parser, server=False)
 
 
 def add_trainer(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +51,10 @@ def add_stack(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rewards", metavar="NAMES", default="ocr,color_shape,tiny-geneval", help="rewards to host (%(default)s)"
     )
-    group.add_argument(
-        "--redis",
-        metavar="URL",
-        default=os.environ.get("REDIS_URL"),
-        help="Redis or Valkey (default: $REDIS_URL, then an embedded Valkey)",
-    )
+    address.add_arguments(group, default="", text="Redis or Valkey (default: $REDIS_URL, then an embedded Valkey)")
     group.add_argument("--run-dir", metavar="DIR", type=Path, help="folder of logs and data (default runs/NAME-TIME)")
     group.add_argument("--port-base", metavar="PORT", type=int, default=7400, help="first port (default %(default)s)")
+    security.add_arguments(parser, server=True)
 
 
 def run_dir(args: argparse.Namespace, name: str) -> Path:

@@ -38,5 +38,7 @@ def report_error(error: Exception, *, as_json: bool) -> int:
     if as_json:
         figures = {"code": error.code.name, "reason": error.reason, "field": error.field, "message": error.message}
         print_json({"error": figures})
-    callers = (errors.InvalidArgument, errors.NotFound, errors.AlreadyExists, errors.PermissionDenied)
+    callers = (
+        errors.InvalidArgument, errors.NotFound, errors.AlreadyExists, errors.Unauthenticated, errors.PermissionDenied,
+    )  # fmt: skip
     return 2 if isinstance(error, callers) else 1

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from headwater.errors import Unavailable
+from headwater.errors import InvalidArgument, Unavailable
+from headwater.rpc import credentials
+from headwater.stream import address
 from headwater.supervisor.stack import Stack, StackOptions
 
 _BUILD_TIMEOUT_S = 180.0
@@ -30,12 +32,20 @@ def make_stack(args: argparse.Namespace, run_dir: Path) -> Stack:
             precision=args.precision,
             rollout_workers=args.rollout_workers,
             trainer_ranks=args.trainer_ranks,
-            redis_url=args.redis or None,
+            redis_url=_redis_url(args),
             port_base=args.port_base,
             rewards=args.rewards,
+            security=credentials.current(),
         ),
         run_dir,
     )
+
+
+def _redis_url(args: argparse.Namespace) -> str | None:
+    try:
+        return address.take(vars(args)) or None
+    except ValueError as error:
+        raise InvalidArgument(str(error), field="redis_password_file") from error
 
 
 def tiny_model(run_dir: Path) -> Path:

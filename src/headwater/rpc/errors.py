@@ -35,12 +35,50 @@ def from_rpc_error(error: grpc.RpcError) -> HeadwaterError:
     code, message = error.code(), error.details() or ""
     cls = BY_CODE.get(code, HeadwaterError)
     result = cls(message or f"the call failed with {code.name}", reason=code.name)
+    if code == grpc.StatusCode.UNAVAILABLE:
+        _explain_handshake(result)
     status = None
     with contextlib.suppress(ValueError):  # a foreign status whose details contradict its code: keep the plain fields
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     for detail in status.details if status is not None else ():
         _read_detail(detail, result)
     return result
+
+
+def _explain_handshake(error: HeadwaterError) -> None:
+    """Say what to do when no TLS connection came about; the words are gRPC's and BoringSSL's."""
+    for words, reason, remedy in _HANDSHAKES:
+        if all(word in error.message for word in words):
+            error.message, error.reason = f"{remedy} ({error.message})", reason
+            error.args = (error.message,)
+            return
+
+
+_HANDSHAKES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("CERTIFICATE_VERIFY_FAILED",),
+        "TLS_UNTRUSTED",
+        "the server's certificate is not signed by the CA in --tls-ca (HEADWATER_TLS_CA), or has expired; give the "
+        "ca.crt that was made with the server's certificate, or make both anew with `headwater certs`",
+    ),
+    (
+        ("Hostname Verification Check failed",),
+        "TLS_WRONG_NAME",
+        "the server's certificate is for another name than this address or service; use an address that it names, or "
+        "make one for this name with `headwater certs --host NAME`",
+    ),
+    (
+        ("WRONG_VERSION_NUMBER",),
+        "TLS_NOT_SPOKEN",
+        "the server speaks plain text; start it with --tls-cert and --tls-key, or leave --tls-ca and --tls-cert out",
+    ),
+    (
+        ("connections to all backends failing", "Socket closed"),
+        "TLS_REFUSED",
+        "the server closed the connection at once: it wants TLS and a certificate of its CA; give --tls-ca, --tls-cert "
+        "and --tls-key (HEADWATER_TLS_CA, …) with files that were made together with the server's",
+    ),
+)
 
 
 def _read_detail(detail: any_pb2.Any, into: HeadwaterError) -> None:

@@ -15,8 +15,12 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from headwater.errors import InvalidArgument, Unavailable
+from headwater.rpc.authorization import Authorization
 from headwater.rpc.channel import MAX_MESSAGE_BYTES
+from headwater.rpc.credentials import current, server_credentials
 from headwater.rpc.interceptor import ErrorInterceptor
+from headwater.rpc.security import Security
+from headwater.rpc.tokens import TokenList
 
 log = logging.getLogger(__name__)
 
@@ -27,17 +31,36 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+_LACKING = "does not have both TLS and tokens"
+_REMEDY = (
+    "give --tls-cert, --tls-key and --tokens (`headwater certs DIR` makes them), bind 127.0.0.1, or say --insecure "
+    "inside a network that you trust"
+)
 
 
 class Server:
     """One grpc.aio server. Add servicers, start it, and set it serving once the process can do its work."""
 
-    def __init__(self, bind: str, *, name: str, insecure: bool = False) -> None:
-        """`bind` is host:port (port 0: any free one). Raises `InvalidArgument` for a public bind without `insecure`."""
-        check_bind(bind, insecure=insecure)
+    def __init__(
+        self, bind: str, *, name: str, insecure: bool = False, security: Security | None = None,
+        connection_age_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """`bind` is host:port (port 0: any free one); `security` is another identity than the process's own.
+
+        After `connection_age_s` a connection is closed once its calls have ended: clients that balance over the
+        addresses of a name then look the name up again, and find servers that have come since.
+
+        Raises `InvalidArgument` for a bind that other machines can reach without TLS, tokens or `insecure`, and for
+        security settings that cannot be.
+        """
+        security = current() if security is None else security
+        self._credentials = server_credentials(security)
+        check_bind(bind, security, insecure=insecure)
         self.name = name
         self._bind = bind
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_OPTIONS)
+        guards = [Authorization(TokenList(security.tokens))] if security.tokens else []
+        age = (("grpc.max_connection_age_ms", int(connection_age_s * 1000)),) if connection_age_s else ()
+        self._server = grpc.aio.server(interceptors=[*guards, ErrorInterceptor()], options=(*_OPTIONS, *age))
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services = ["", health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
@@ -51,7 +74,7 @@ class Server:
         """Bind and start; returns the address as host:port. Health says NOT_SERVING until `set_serving(True)`."""
         reflection.enable_server_reflection([*self._services[1:], reflection.SERVICE_NAME], self._server)
         try:
-            port = self._server.add_insecure_port(self._bind)
+            port = self._listen()
         except RuntimeError as error:
             raise Unavailable(
                 f"{self.name}: cannot listen on {self._bind}; is the port taken? choose another with --bind",
@@ -60,8 +83,13 @@ class Server:
         await self.set_serving(False)
         await self._server.start()
         address = f"{self._bind.rpartition(':')[0]}:{port}"
-        log.info("%s listens on %s", self.name, address)
+        log.info("%s listens on %s (%s)", self.name, address, "TLS" if self._credentials else "plain text")
         return address
+
+    def _listen(self) -> int:
+        if self._credentials is None:
+            return self._server.add_insecure_port(self._bind)
+        return self._server.add_secure_port(self._bind, self._credentials)
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of every service."""
@@ -96,20 +124,24 @@ async def serve_until_signal(
     log.info("%s stopped", server.name)
 
 
-def check_bind(bind: str, *, insecure: bool) -> None:
-    """Refuse a malformed address, and a non-loopback one unless `insecure`. Raises `InvalidArgument`."""
+def check_bind(
+    bind: str, security: Security, *, insecure: bool, lacking: str = _LACKING, remedy: str = _REMEDY
+) -> None:
+    """Refuse a malformed address, and one that other machines can reach without TLS, tokens or `insecure`.
+
+    Raises `InvalidArgument`, which says what the service is `lacking` and the `remedy`.
+    """
     host, separator, port = bind.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise InvalidArgument(f"--bind {bind!r} is not host:port, e.g. 127.0.0.1:7400", field="bind")
-    if insecure or host == "localhost":
+    if insecure or host == "localhost" or (security.tls_cert and security.tls_key and security.tokens):
         return
     loopback = False
     with contextlib.suppress(ValueError):
         loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
     if not loopback:
         raise InvalidArgument(
-            f"--bind {bind} is reachable from other machines and the service has neither TLS nor tokens; "
-            "bind 127.0.0.1, or say --insecure inside a network that you trust",
+            f"--bind {bind} is reachable from other machines, and the service {lacking}; {remedy}",
             field="bind",
             reason="INSECURE_BIND",
         )

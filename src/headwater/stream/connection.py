@@ -6,11 +6,16 @@ from typing import Any
 import redis
 import redis.asyncio
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headwater.errors import FailedPrecondition, HeadwaterError, InvalidArgument, Unavailable
+
+_URL_REMEDY = (
+    "use redis://host:port/0 or rediss://… for TLS, and give a password with "
+    "--redis-password-file, or in the URL with its special characters escaped"
+)
 
 # Errors after which the same command may be sent again (all commands used here are idempotent).
 RETRYABLE = (RedisConnectionError, RedisTimeoutError)
@@ -40,15 +45,20 @@ def address_of(url: str) -> str:
     """host:port of a Redis URL, without credentials."""
     try:
         options = redis.connection.parse_url(url)
-    except ValueError as error:
-        raise InvalidArgument(
-            f"the Redis URL is not valid: {error}; use redis://host:port", field="redis_url"
-        ) from error
+    except ValueError:  # whose text may hold a part of the password
+        shown = repr(url) if "@" not in url else "(not shown, as it may hold a password)"
+        raise InvalidArgument(f"the Redis URL {shown} is wrong; {_URL_REMEDY}", field="redis_url") from None
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
 
 
 def explain(error: RedisError, url: str) -> HeadwaterError:
     """The Headwater error for a Redis error."""
+    if isinstance(error, AuthenticationError):  # to redis-py a kind of ConnectionError
+        return FailedPrecondition(
+            f"Redis at {address_of(url)} does not accept the password ({error}); give the right one with "
+            "--redis-password-file or REDIS_PASSWORD_FILE",
+            reason="REDIS_PASSWORD",
+        )
     if isinstance(error, RETRYABLE):
         return Unavailable(
             f"Redis at {address_of(url)} does not answer ({error}); start it (`headwater up` starts one) "

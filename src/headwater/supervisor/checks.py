@@ -3,12 +3,11 @@
 import socket
 from collections.abc import Mapping
 
-import grpc
 import redis
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headwater.errors import InvalidArgument, Unavailable
-from headwater.rpc.channel import sync_channel
+from headwater.stream.address import split_password
+from headwater.stream.connection import address_of, explain
 
 PING_TIMEOUT_S = 3.0
 
@@ -40,17 +39,6 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def serves(address: str, timeout_s: float = 1.0) -> bool:
-    """Whether a gRPC server at host:port says SERVING."""
-    with sync_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
-        except grpc.RpcError:
-            return False
-    return reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
 def redis_answers(url: str, timeout_s: float = 1.0) -> bool:
     """Whether Redis answers a PING; False also while it loads its data."""
     try:
@@ -62,19 +50,16 @@ def redis_answers(url: str, timeout_s: float = 1.0) -> bool:
 
 def check_redis(url: str) -> None:
     """Raise `InvalidArgument` for a malformed URL and `Unavailable` when nothing answers there within seconds."""
+    address_of(url)
     try:
-        client = redis.Redis.from_url(url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S)
-    except ValueError as e:
-        raise InvalidArgument(
-            f"the Redis URL {url!r} is wrong: {e}; e.g. redis://127.0.0.1:6379/0", field="redis"
-        ) from e
-    try:
-        with client:
+        with redis.Redis.from_url(url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S) as client:
             client.ping()
+    except redis.AuthenticationError as e:
+        raise explain(e, url) from None
     except redis.RedisError as e:
         raise Unavailable(
-            f"Redis at {url} does not answer: {e}. Start it, correct REDIS_URL or --redis, or give neither to use the "
-            "embedded Valkey",
+            f"Redis at {split_password(url)[0]} does not answer: {e}. Start it, correct REDIS_URL or --redis, or give "
+            "neither to use the embedded Valkey",
             field="redis",
             reason="REDIS_UNREACHABLE",
         ) from e

@@ -2,12 +2,15 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from headwater.errors import InvalidArgument
-from headwater.supervisor.checks import check_ports_free, check_redis, serves
+from headwater.rpc.health import serves
+from headwater.rpc.security import PLAIN, Security
+from headwater.stream.address import split_password
+from headwater.supervisor.checks import check_ports_free, check_redis
 from headwater.supervisor.gpus import assign, visible_gpus
 from headwater.supervisor.process import ServiceSpec
 from headwater.supervisor.supervisor import Supervisor
@@ -25,10 +28,11 @@ class StackOptions:
     engine: str = "sglang"
     rollout_workers: int = 1
     trainer_ranks: int = 1
-    redis_url: str | None = None  # None: the embedded Valkey
+    redis_url: str | None = field(default=None, repr=False)  # with its password; None: the embedded Valkey
     port_base: int = DEFAULT_PORT_BASE
     rewards: str = "ocr,color_shape,tiny-geneval"
     precision: str = "fp32"
+    security: Security = PLAIN  # of every service
 
 
 @dataclass(frozen=True)
@@ -102,15 +106,19 @@ class Stack:
         """Address of each service by name."""
         workers = {f"rollout-{i}": self.ports.rollout(i) for i in range(self.options.rollout_workers)}
         ours = {"router": self.ports.router, "reward": self.ports.reward, "trainer": self.ports.trainer}
-        return {**ours, **workers, "redis": self.redis_url}
+        return {**ours, **workers, "redis": split_password(self.redis_url)[0]}
 
     def router_spec(self) -> ServiceSpec:
         """The front door."""
-        return _spec("router", self.ports.router, _module("headwater_router", "--bind", self.ports.router))
+        command = _module("headwater_router", "--bind", self.ports.router, *self.options.security.flags())
+        return _spec("router", self.ports.router, command)
 
     def reward_spec(self) -> ServiceSpec:
         """The reward server."""
-        command = _module("headwater_reward", "--bind", self.ports.reward, "--rewards", self.options.rewards)
+        command = _module(
+            "headwater_reward", "--bind", self.ports.reward, "--rewards", self.options.rewards,
+            *self.options.security.flags(),
+        )  # fmt: skip
         return _spec("reward", self.ports.reward, command)
 
     def rollout_spec(self, index: int) -> ServiceSpec:
@@ -119,7 +127,8 @@ class Stack:
         command = _module(
             "headwater_rollout", "--bind", address, "--router", self.ports.router, "--reward", self.ports.reward,
             "--model", str(self.options.model), "--engine", self.options.engine, "--precision", self.options.precision,
-            "--redis", self.redis_url, "--blob-root", str(self.run_dir / "blobs"), "--worker-id", name,
+            *self._redis_flags(), "--blob-root", str(self.run_dir / "blobs"), "--worker-id", name,
+            *self.options.security.flags(),
         )  # fmt: skip
         env = {**self._threads(self.options.rollout_workers), **self._worker_gpus[index]}
         return _spec(name, address, command, env, ready_timeout_s=300.0)
@@ -133,11 +142,21 @@ class Stack:
         )  # fmt: skip
         command = _module(
             *torchrun, "headwater_trainer", "--bind", self.ports.trainer, "--router", self.ports.router,
-            "--redis", self.redis_url, "--blob-root", str(self.run_dir / "blobs"),
-            "--output-dir", str(self.run_dir / "trainer"),
+            *self._redis_flags(), "--blob-root", str(self.run_dir / "blobs"),
+            "--output-dir", str(self.run_dir / "trainer"), *self.options.security.flags(),
         )  # fmt: skip
         env = {**self._threads(ranks), **self._trainer_gpus}
         return _spec("trainer", self.ports.trainer, command, env, ready_timeout_s=300.0)
+
+    def _redis_flags(self) -> tuple[str, ...]:
+        """Where Redis is. A password travels in a file: a command line can be read by every user of the machine."""
+        url, password = split_password(self.redis_url)
+        if not password:
+            return ("--redis", url)
+        path = self.run_dir / "redis.password"
+        path.touch(mode=0o600)
+        path.write_text(password, encoding="utf-8")
+        return ("--redis", url, "--redis-password-file", str(path))
 
     def _threads(self, processes: int) -> dict[str, str]:
         """Rollout and trainer mostly take turns, so that each side may use all cores.

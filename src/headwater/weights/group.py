@@ -7,7 +7,6 @@ engine that binds its default group to a device would then receive into an unini
 
 import contextlib
 import datetime
-import ipaddress
 import socket
 
 import torch
@@ -15,12 +14,25 @@ import torch.distributed as dist
 
 from headwater.errors import InvalidArgument, Unavailable
 from headwater.rollout.v1.weights_pb2 import Transport
+from headwater.rpc.address import local_address
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The rendezvous of an update, served by the sender on a free port (`.port`) of `host`."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+    """The rendezvous of an update, served by the sender on a free port (`.port`) of `host`, and of no other address.
+
+    Raises `InvalidArgument` when `host` is no address of this machine.
+    """
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InvalidArgument(
+            f"the weight update cannot listen on {host}: {error.strerror or error}; give an address of this machine "
+            "that workers reach with --weight-host",
+            field="weight_host",
+        ) from error
+    port, timeout = listener.getsockname()[1], datetime.timedelta(seconds=timeout_s)
+    # Left to itself, TCPStore listens on every interface.
+    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -82,13 +94,3 @@ def _make_backend(
         f"{Transport.Name(transport)} has no process group; use TRANSPORT_NCCL, TRANSPORT_GLOO or TRANSPORT_GRPC",
         field="rendezvous.transport",
     )
-
-
-def local_address(peer: str) -> str:
-    """The address of this machine that `peer` (host name or address) is reached from; loopback for loopback."""
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(peer).is_loopback:
-            return peer
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))  # no packet leaves: a UDP connect only chooses the route
-        return str(probe.getsockname()[0])

@@ -24,45 +24,64 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
+from headwater.common.v1 import authorization_pb2 as headwater_dot_common_dot_v1_dot_authorization__pb2
 from headwater.common.v1 import reward_pb2 as headwater_dot_common_dot_v1_dot_reward__pb2
 from headwater.common.v1 import sample_pb2 as headwater_dot_common_dot_v1_dot_sample__pb2
 from headwater.common.v1 import sampling_pb2 as headwater_dot_common_dot_v1_dot_sampling__pb2
 from headwater.rollout.v1 import weights_pb2 as headwater_dot_rollout_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"headwater/rollout/v1/rollout.proto\x12\x14headwater.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a headwater/common/v1/reward.proto\x1a headwater/common/v1/sample.proto\x1a\"headwater/common/v1/sampling.proto\x1a\"headwater/rollout/v1/weights.proto\"\x86\x03\n\x14GenerateGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12)\n\x08metadata\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x35\n\x08sampling\x18\x06 \x01(\x0b\x32#.headwater.common.v1.SamplingParams\x12\x30\n\x07rewards\x18\x07 \x03(\x0b\x32\x1f.headwater.common.v1.RewardSpec\x12\x32\n\x07publish\x18\x08 \x01(\x0e\x32!.headwater.rollout.v1.PublishMode\x12\x14\n\x0creturn_media\x18\t \x01(\x08\x12>\n\x12min_weight_version\x18\n \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x0f\n\x07\x66ilters\x18\x0b \x03(\t\"\x86\x01\n\x15GenerateGroupResponse\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1b.headwater.common.v1.SampleH\x00\x12\x35\n\x07outcome\x18\x02 \x01(\x0b\x32\".headwater.rollout.v1.GroupOutcomeH\x00\x42\x07\n\x05\x65vent\"\xa5\x02\n\x0cGroupOutcome\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12<\n\x0f\x66ilter_decision\x18\x02 \x01(\x0b\x32#.headwater.common.v1.FilterDecision\x12\x11\n\tpublished\x18\x03 \x01(\x08\x12:\n\x0eweight_version\x18\x04 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12\x32\n\x0fgeneration_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cscoring_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14GetWorkerInfoRequest\"\xe6\x02\n\x15GetWorkerInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.headwater.rollout.v1.WorkerState\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x06 \x01(\t\x12:\n\x0eweight_version\x18\x07 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x12\n\ncomponents\x18\x08 \x03(\t\x12\x16\n\x0emax_group_size\x18\t \x01(\r\x12\x18\n\x10size_multiple_px\x18\n \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x19\n\x11\x65ngine_rank_count\x18\x0c \x01(\r\x12\x14\n\x0cweight_epoch\x18\r \x01(\x04\"\x16\n\x14ReleaseMemoryRequest\",\n\x15ReleaseMemoryResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"\x15\n\x13ResumeMemoryRequest\"+\n\x14ResumeMemoryResponse\x12\x13\n\x0btaken_bytes\x18\x01 \x01(\x04\"I\n\x11GetWeightsRequest\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12\x12\n\nspecs_only\x18\x03 \x01(\x08\"\xc4\x01\n\x12GetWeightsResponse\x12:\n\x0eweight_version\x18\x01 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x33\n\x07tensors\x18\x02 \x03(\x0b\x32\".headwater.rollout.v1.WeightTensor\x12=\n\x0c\x66ingerprints\x18\x03 \x03(\x0b\x32\'.headwater.rollout.v1.TensorFingerprint*[\n\x0bPublishMode\x12\x1c\n\x18PUBLISH_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11PUBLISH_MODE_NONE\x10\x01\x12\x17\n\x13PUBLISH_MODE_STREAM\x10\x02*\xb2\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1c\n\x18WORKER_STATE_QUARANTINED\x10\x04\x12\x19\n\x15WORKER_STATE_SLEEPING\x10\x05\x32\xec\x07\n\x0eRolloutService\x12j\n\rGenerateGroup\x12*.headwater.rollout.v1.GenerateGroupRequest\x1a+.headwater.rollout.v1.GenerateGroupResponse0\x01\x12h\n\rGetWorkerInfo\x12*.headwater.rollout.v1.GetWorkerInfoRequest\x1a+.headwater.rollout.v1.GetWorkerInfoResponse\x12t\n\x11\x42\x65ginWeightUpdate\x12..headwater.rollout.v1.BeginWeightUpdateRequest\x1a/.headwater.rollout.v1.BeginWeightUpdateResponse\x12m\n\x0eReceiveWeights\x12+.headwater.rollout.v1.ReceiveWeightsRequest\x1a,.headwater.rollout.v1.ReceiveWeightsResponse(\x01\x12w\n\x12\x43ommitWeightUpdate\x12/.headwater.rollout.v1.CommitWeightUpdateRequest\x1a\x30.headwater.rollout.v1.CommitWeightUpdateResponse\x12t\n\x11\x41\x62ortWeightUpdate\x12..headwater.rollout.v1.AbortWeightUpdateRequest\x1a/.headwater.rollout.v1.AbortWeightUpdateResponse\x12_\n\nGetWeights\x12\'.headwater.rollout.v1.GetWeightsRequest\x1a(.headwater.rollout.v1.GetWeightsResponse\x12h\n\rReleaseMemory\x12*.headwater.rollout.v1.ReleaseMemoryRequest\x1a+.headwater.rollout.v1.ReleaseMemoryResponse\x12\x65\n\x0cResumeMemory\x12).headwater.rollout.v1.ResumeMemoryRequest\x1a*.headwater.rollout.v1.ResumeMemoryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"headwater/rollout/v1/rollout.proto\x12\x14headwater.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\'headwater/common/v1/authorization.proto\x1a headwater/common/v1/reward.proto\x1a headwater/common/v1/sample.proto\x1a\"headwater/common/v1/sampling.proto\x1a\"headwater/rollout/v1/weights.proto\"\x86\x03\n\x14GenerateGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12)\n\x08metadata\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x35\n\x08sampling\x18\x06 \x01(\x0b\x32#.headwater.common.v1.SamplingParams\x12\x30\n\x07rewards\x18\x07 \x03(\x0b\x32\x1f.headwater.common.v1.RewardSpec\x12\x32\n\x07publish\x18\x08 \x01(\x0e\x32!.headwater.rollout.v1.PublishMode\x12\x14\n\x0creturn_media\x18\t \x01(\x08\x12>\n\x12min_weight_version\x18\n \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x0f\n\x07\x66ilters\x18\x0b \x03(\t\"\x86\x01\n\x15GenerateGroupResponse\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1b.headwater.common.v1.SampleH\x00\x12\x35\n\x07outcome\x18\x02 \x01(\x0b\x32\".headwater.rollout.v1.GroupOutcomeH\x00\x42\x07\n\x05\x65vent\"\xa5\x02\n\x0cGroupOutcome\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12<\n\x0f\x66ilter_decision\x18\x02 \x01(\x0b\x32#.headwater.common.v1.FilterDecision\x12\x11\n\tpublished\x18\x03 \x01(\x08\x12:\n\x0eweight_version\x18\x04 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12\x32\n\x0fgeneration_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cscoring_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14GetWorkerInfoRequest\"\xe6\x02\n\x15GetWorkerInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.headwater.rollout.v1.WorkerState\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x06 \x01(\t\x12:\n\x0eweight_version\x18\x07 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x12\n\ncomponents\x18\x08 \x03(\t\x12\x16\n\x0emax_group_size\x18\t \x01(\r\x12\x18\n\x10size_multiple_px\x18\n \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x19\n\x11\x65ngine_rank_count\x18\x0c \x01(\r\x12\x14\n\x0cweight_epoch\x18\r \x01(\x04\"\x16\n\x14ReleaseMemoryRequest\",\n\x15ReleaseMemoryResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"\x15\n\x13ResumeMemoryRequest\"+\n\x14ResumeMemoryResponse\x12\x13\n\x0btaken_bytes\x18\x01 \x01(\x04\"I\n\x11GetWeightsRequest\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12\x12\n\nspecs_only\x18\x03 \x01(\x08\"\xc4\x01\n\x12GetWeightsResponse\x12:\n\x0eweight_version\x18\x01 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x33\n\x07tensors\x18\x02 \x03(\x0b\x32\".headwater.rollout.v1.WeightTensor\x12=\n\x0c\x66ingerprints\x18\x03 \x03(\x0b\x32\'.headwater.rollout.v1.TensorFingerprint*[\n\x0bPublishMode\x12\x1c\n\x18PUBLISH_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11PUBLISH_MODE_NONE\x10\x01\x12\x17\n\x13PUBLISH_MODE_STREAM\x10\x02*\xb2\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1c\n\x18WORKER_STATE_QUARANTINED\x10\x04\x12\x19\n\x15WORKER_STATE_SLEEPING\x10\x05\x32\xa2\x08\n\x0eRolloutService\x12p\n\rGenerateGroup\x12*.headwater.rollout.v1.GenerateGroupRequest\x1a+.headwater.rollout.v1.GenerateGroupResponse\"\x04\x88\xb5\x18\x02\x30\x01\x12n\n\rGetWorkerInfo\x12*.headwater.rollout.v1.GetWorkerInfoRequest\x1a+.headwater.rollout.v1.GetWorkerInfoResponse\"\x04\x88\xb5\x18\x02\x12z\n\x11\x42\x65ginWeightUpdate\x12..headwater.rollout.v1.BeginWeightUpdateRequest\x1a/.headwater.rollout.v1.BeginWeightUpdateResponse\"\x04\x88\xb5\x18\x03\x12s\n\x0eReceiveWeights\x12+.headwater.rollout.v1.ReceiveWeightsRequest\x1a,.headwater.rollout.v1.ReceiveWeightsResponse\"\x04\x88\xb5\x18\x03(\x01\x12}\n\x12\x43ommitWeightUpdate\x12/.headwater.rollout.v1.CommitWeightUpdateRequest\x1a\x30.headwater.rollout.v1.CommitWeightUpdateResponse\"\x04\x88\xb5\x18\x03\x12z\n\x11\x41\x62ortWeightUpdate\x12..headwater.rollout.v1.AbortWeightUpdateRequest\x1a/.headwater.rollout.v1.AbortWeightUpdateResponse\"\x04\x88\xb5\x18\x03\x12\x65\n\nGetWeights\x12\'.headwater.rollout.v1.GetWeightsRequest\x1a(.headwater.rollout.v1.GetWeightsResponse\"\x04\x88\xb5\x18\x02\x12n\n\rReleaseMemory\x12*.headwater.rollout.v1.ReleaseMemoryRequest\x1a+.headwater.rollout.v1.ReleaseMemoryResponse\"\x04\x88\xb5\x18\x03\x12k\n\x0cResumeMemory\x12).headwater.rollout.v1.ResumeMemoryRequest\x1a*.headwater.rollout.v1.ResumeMemoryResponse\"\x04\x88\xb5\x18\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headwater.rollout.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUBLISHMODE']._serialized_start=1885
-  _globals['_PUBLISHMODE']._serialized_end=1976
-  _globals['_WORKERSTATE']._serialized_start=1979
-  _globals['_WORKERSTATE']._serialized_end=2157
-  _globals['_GENERATEGROUPREQUEST']._serialized_start=263
-  _globals['_GENERATEGROUPREQUEST']._serialized_end=653
-  _globals['_GENERATEGROUPRESPONSE']._serialized_start=656
-  _globals['_GENERATEGROUPRESPONSE']._serialized_end=790
-  _globals['_GROUPOUTCOME']._serialized_start=793
-  _globals['_GROUPOUTCOME']._serialized_end=1086
-  _globals['_GETWORKERINFOREQUEST']._serialized_start=1088
-  _globals['_GETWORKERINFOREQUEST']._serialized_end=1110
-  _globals['_GETWORKERINFORESPONSE']._serialized_start=1113
-  _globals['_GETWORKERINFORESPONSE']._serialized_end=1471
-  _globals['_RELEASEMEMORYREQUEST']._serialized_start=1473
-  _globals['_RELEASEMEMORYREQUEST']._serialized_end=1495
-  _globals['_RELEASEMEMORYRESPONSE']._serialized_start=1497
-  _globals['_RELEASEMEMORYRESPONSE']._serialized_end=1541
-  _globals['_RESUMEMEMORYREQUEST']._serialized_start=1543
-  _globals['_RESUMEMEMORYREQUEST']._serialized_end=1564
-  _globals['_RESUMEMEMORYRESPONSE']._serialized_start=1566
-  _globals['_RESUMEMEMORYRESPONSE']._serialized_end=1609
-  _globals['_GETWEIGHTSREQUEST']._serialized_start=1611
-  _globals['_GETWEIGHTSREQUEST']._serialized_end=1684
-  _globals['_GETWEIGHTSRESPONSE']._serialized_start=1687
-  _globals['_GETWEIGHTSRESPONSE']._serialized_end=1883
-  _globals['_ROLLOUTSERVICE']._serialized_start=2160
-  _globals['_ROLLOUTSERVICE']._serialized_end=3164
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GenerateGroup']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GenerateGroup']._serialized_options = b'\210\265\030\002'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GetWorkerInfo']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GetWorkerInfo']._serialized_options = b'\210\265\030\002'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['BeginWeightUpdate']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['BeginWeightUpdate']._serialized_options = b'\210\265\030\003'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ReceiveWeights']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ReceiveWeights']._serialized_options = b'\210\265\030\003'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['CommitWeightUpdate']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['CommitWeightUpdate']._serialized_options = b'\210\265\030\003'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['AbortWeightUpdate']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['AbortWeightUpdate']._serialized_options = b'\210\265\030\003'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GetWeights']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GetWeights']._serialized_options = b'\210\265\030\002'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ReleaseMemory']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ReleaseMemory']._serialized_options = b'\210\265\030\003'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ResumeMemory']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ResumeMemory']._serialized_options = b'\210\265\030\003'
+  _globals['_PUBLISHMODE']._serialized_start=1926
+  _globals['_PUBLISHMODE']._serialized_end=2017
+  _globals['_WORKERSTATE']._serialized_start=2020
+  _globals['_WORKERSTATE']._serialized_end=2198
+  _globals['_GENERATEGROUPREQUEST']._serialized_start=304
+  _globals['_GENERATEGROUPREQUEST']._serialized_end=694
+  _globals['_GENERATEGROUPRESPONSE']._serialized_start=697
+  _globals['_GENERATEGROUPRESPONSE']._serialized_end=831
+  _globals['_GROUPOUTCOME']._serialized_start=834
+  _globals['_GROUPOUTCOME']._serialized_end=1127
+  _globals['_GETWORKERINFOREQUEST']._serialized_start=1129
+  _globals['_GETWORKERINFOREQUEST']._serialized_end=1151
+  _globals['_GETWORKERINFORESPONSE']._serialized_start=1154
+  _globals['_GETWORKERINFORESPONSE']._serialized_end=1512
+  _globals['_RELEASEMEMORYREQUEST']._serialized_start=1514
+  _globals['_RELEASEMEMORYREQUEST']._serialized_end=1536
+  _globals['_RELEASEMEMORYRESPONSE']._serialized_start=1538
+  _globals['_RELEASEMEMORYRESPONSE']._serialized_end=1582
+  _globals['_RESUMEMEMORYREQUEST']._serialized_start=1584
+  _globals['_RESUMEMEMORYREQUEST']._serialized_end=1605
+  _globals['_RESUMEMEMORYRESPONSE']._serialized_start=1607
+  _globals['_RESUMEMEMORYRESPONSE']._serialized_end=1650
+  _globals['_GETWEIGHTSREQUEST']._serialized_start=1652
+  _globals['_GETWEIGHTSREQUEST']._serialized_end=1725
+  _globals['_GETWEIGHTSRESPONSE']._serialized_start=1728
+  _globals['_GETWEIGHTSRESPONSE']._serialized_end=1924
+  _globals['_ROLLOUTSERVICE']._serialized_start=2201
+  _globals['_ROLLOUTSERVICE']._serialized_end=3259
 # @@protoc_insertion_point(module_scope)

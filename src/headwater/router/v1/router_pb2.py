@@ -25,75 +25,98 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from headwater.common.v1 import authorization_pb2 as headwater_dot_common_dot_v1_dot_authorization__pb2
 from headwater.common.v1 import reward_pb2 as headwater_dot_common_dot_v1_dot_reward__pb2
 from headwater.common.v1 import sample_pb2 as headwater_dot_common_dot_v1_dot_sample__pb2
 from headwater.common.v1 import sampling_pb2 as headwater_dot_common_dot_v1_dot_sampling__pb2
 from headwater.rollout.v1 import rollout_pb2 as headwater_dot_rollout_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headwater/router/v1/router.proto\x12\x13headwater.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a headwater/common/v1/reward.proto\x1a headwater/common/v1/sample.proto\x1a\"headwater/common/v1/sampling.proto\x1a\"headwater/rollout/v1/rollout.proto\"\xcc\x03\n\x06Prompt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08metadata\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0csample_count\x18\x06 \x01(\r\x12\r\n\x05seeds\x18\x07 \x03(\x04\x12\x35\n\x08sampling\x18\x08 \x01(\x0b\x32#.headwater.common.v1.SamplingParams\x12\x30\n\x07rewards\x18\t \x03(\x0b\x32\x1f.headwater.common.v1.RewardSpec\x12\x0f\n\x07\x66ilters\x18\n \x03(\t\x12\x32\n\x07publish\x18\x0b \x01(\x0e\x32!.headwater.rollout.v1.PublishMode\x12\x14\n\x0creturn_media\x18\x0c \x01(\x08\x12>\n\x12min_weight_version\x18\r \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12*\n\x07timeout\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x14SubmitPromptsRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x1b.headwater.router.v1.Prompt\":\n\x0ePromptAccepted\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\"\x84\x02\n\x15SubmitPromptsResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x37\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32#.headwater.router.v1.PromptAcceptedH\x00\x12-\n\x06sample\x18\x03 \x01(\x0b\x32\x1b.headwater.common.v1.SampleH\x00\x12\x35\n\x07outcome\x18\x04 \x01(\x0b\x32\".headwater.rollout.v1.GroupOutcomeH\x00\x12/\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1e.headwater.common.v1.ItemErrorH\x00\x42\x07\n\x05\x65vent\"B\n\x13SubmitPromptRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x1b.headwater.router.v1.Prompt\"\x8d\x01\n\x14SubmitPromptResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x07samples\x18\x02 \x03(\x0b\x32\x1b.headwater.common.v1.Sample\x12\x33\n\x07outcome\x18\x03 \x01(\x0b\x32\".headwater.rollout.v1.GroupOutcome\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x15\x43\x61ncelRequestResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"W\n\tCondition\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe0\x01\n\x0cWorkerReport\x12\x30\n\x05state\x18\x01 \x01(\x0e\x32!.headwater.rollout.v1.WorkerState\x12:\n\x0eweight_version\x18\x02 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x15\n\ractive_groups\x18\x03 \x01(\r\x12\x17\n\x0f\x66inished_groups\x18\x04 \x01(\x04\x12\x32\n\nconditions\x18\x05 \x03(\x0b\x32\x1e.headwater.router.v1.Condition\"\xc2\x01\n\x15RegisterWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x39\n\x04info\x18\x03 \x01(\x0b\x32+.headwater.rollout.v1.GetWorkerInfoResponse\x12\x31\n\x06report\x18\x04 \x01(\x0b\x32!.headwater.router.v1.WorkerReport\x12\x17\n\x0f\x63\x61pacity_groups\x18\x05 \x01(\r\"\x8c\x01\n\x16RegisterWorkerResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x65xpiry\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"W\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x31\n\x06report\x18\x02 \x01(\x0b\x32!.headwater.router.v1.WorkerReport\"\"\n\x11HeartbeatResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"K\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nquarantine\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\",\n\x13\x44rainWorkerResponse\x12\x15\n\ractive_groups\x18\x01 \x01(\r\"+\n\x17\x44\x65registerWorkerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65registerWorkerResponse\"V\n\x10SetBudgetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x61pacity_groups\x18\x02 \x01(\r\x12\x19\n\x11\x63harged_group_ids\x18\x03 \x03(\t\"+\n\x11SetBudgetResponse\x12\x16\n\x0e\x63harged_groups\x18\x01 \x01(\r\"9\n\x14ReleaseGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"/\n\x15ReleaseGroupsResponse\x12\x16\n\x0e\x63harged_groups\x18\x01 \x01(\r\"\x12\n\x10GetStatusRequest\"\xb5\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x39\n\x04info\x18\x03 \x01(\x0b\x32+.headwater.rollout.v1.GetWorkerInfoResponse\x12\x31\n\x06report\x18\x04 \x01(\x0b\x32!.headwater.router.v1.WorkerReport\x12\x17\n\x0f\x61ssigned_groups\x18\x05 \x01(\r\x12\x17\n\x0f\x63\x61pacity_groups\x18\x06 \x01(\r\x12\x30\n\rheartbeat_age\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\taccepting\x18\x08 \x01(\x08\x12\x1c\n\x14not_accepting_reason\x18\t \x01(\t\"O\n\x0c\x42udgetStatus\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x61pacity_groups\x18\x02 \x01(\r\x12\x16\n\x0e\x63harged_groups\x18\x03 \x01(\r\"\xbf\x02\n\x11GetStatusResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.headwater.router.v1.WorkerStatus\x12\x16\n\x0equeued_prompts\x18\x02 \x01(\r\x12\x17\n\x0frunning_prompts\x18\x03 \x01(\r\x12\x17\n\x0f\x66inished_groups\x18\x04 \x01(\x04\x12\x16\n\x0e\x66\x61iled_prompts\x18\x05 \x01(\x04\x12\x18\n\x10retried_attempts\x18\x06 \x01(\x04\x12\x32\n\x07\x62udgets\x18\x07 \x03(\x0b\x32!.headwater.router.v1.BudgetStatus\x12\x16\n\x0equeue_capacity\x18\x08 \x01(\r\x12.\n\nstarted_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"A\n\x12WatchStatusRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"M\n\x13WatchStatusResponse\x12\x36\n\x06status\x18\x01 \x01(\x0b\x32&.headwater.router.v1.GetStatusResponse2\xe6\x08\n\rRouterService\x12j\n\rSubmitPrompts\x12).headwater.router.v1.SubmitPromptsRequest\x1a*.headwater.router.v1.SubmitPromptsResponse(\x01\x30\x01\x12\x63\n\x0cSubmitPrompt\x12(.headwater.router.v1.SubmitPromptRequest\x1a).headwater.router.v1.SubmitPromptResponse\x12\x66\n\rCancelRequest\x12).headwater.router.v1.CancelRequestRequest\x1a*.headwater.router.v1.CancelRequestResponse\x12Z\n\tGetStatus\x12%.headwater.router.v1.GetStatusRequest\x1a&.headwater.router.v1.GetStatusResponse\x12\x62\n\x0bWatchStatus\x12\'.headwater.router.v1.WatchStatusRequest\x1a(.headwater.router.v1.WatchStatusResponse0\x01\x12i\n\x0eRegisterWorker\x12*.headwater.router.v1.RegisterWorkerRequest\x1a+.headwater.router.v1.RegisterWorkerResponse\x12Z\n\tHeartbeat\x12%.headwater.router.v1.HeartbeatRequest\x1a&.headwater.router.v1.HeartbeatResponse\x12`\n\x0b\x44rainWorker\x12\'.headwater.router.v1.DrainWorkerRequest\x1a(.headwater.router.v1.DrainWorkerResponse\x12o\n\x10\x44\x65registerWorker\x12,.headwater.router.v1.DeregisterWorkerRequest\x1a-.headwater.router.v1.DeregisterWorkerResponse\x12Z\n\tSetBudget\x12%.headwater.router.v1.SetBudgetRequest\x1a&.headwater.router.v1.SetBudgetResponse\x12\x66\n\rReleaseGroups\x12).headwater.router.v1.ReleaseGroupsRequest\x1a*.headwater.router.v1.ReleaseGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headwater/router/v1/router.proto\x12\x13headwater.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\'headwater/common/v1/authorization.proto\x1a headwater/common/v1/reward.proto\x1a headwater/common/v1/sample.proto\x1a\"headwater/common/v1/sampling.proto\x1a\"headwater/rollout/v1/rollout.proto\"\xcc\x03\n\x06Prompt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08metadata\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0csample_count\x18\x06 \x01(\r\x12\r\n\x05seeds\x18\x07 \x03(\x04\x12\x35\n\x08sampling\x18\x08 \x01(\x0b\x32#.headwater.common.v1.SamplingParams\x12\x30\n\x07rewards\x18\t \x03(\x0b\x32\x1f.headwater.common.v1.RewardSpec\x12\x0f\n\x07\x66ilters\x18\n \x03(\t\x12\x32\n\x07publish\x18\x0b \x01(\x0e\x32!.headwater.rollout.v1.PublishMode\x12\x14\n\x0creturn_media\x18\x0c \x01(\x08\x12>\n\x12min_weight_version\x18\r \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12*\n\x07timeout\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\"C\n\x14SubmitPromptsRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x1b.headwater.router.v1.Prompt\":\n\x0ePromptAccepted\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\"\x84\x02\n\x15SubmitPromptsResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x37\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32#.headwater.router.v1.PromptAcceptedH\x00\x12-\n\x06sample\x18\x03 \x01(\x0b\x32\x1b.headwater.common.v1.SampleH\x00\x12\x35\n\x07outcome\x18\x04 \x01(\x0b\x32\".headwater.rollout.v1.GroupOutcomeH\x00\x12/\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1e.headwater.common.v1.ItemErrorH\x00\x42\x07\n\x05\x65vent\"B\n\x13SubmitPromptRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x1b.headwater.router.v1.Prompt\"\x8d\x01\n\x14SubmitPromptResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x07samples\x18\x02 \x03(\x0b\x32\x1b.headwater.common.v1.Sample\x12\x33\n\x07outcome\x18\x03 \x01(\x0b\x32\".headwater.rollout.v1.GroupOutcome\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x15\x43\x61ncelRequestResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"W\n\tCondition\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe0\x01\n\x0cWorkerReport\x12\x30\n\x05state\x18\x01 \x01(\x0e\x32!.headwater.rollout.v1.WorkerState\x12:\n\x0eweight_version\x18\x02 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\x15\n\ractive_groups\x18\x03 \x01(\r\x12\x17\n\x0f\x66inished_groups\x18\x04 \x01(\x04\x12\x32\n\nconditions\x18\x05 \x03(\x0b\x32\x1e.headwater.router.v1.Condition\"\xc2\x01\n\x15RegisterWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x39\n\x04info\x18\x03 \x01(\x0b\x32+.headwater.rollout.v1.GetWorkerInfoResponse\x12\x31\n\x06report\x18\x04 \x01(\x0b\x32!.headwater.router.v1.WorkerReport\x12\x17\n\x0f\x63\x61pacity_groups\x18\x05 \x01(\r\"\x8c\x01\n\x16RegisterWorkerResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x65xpiry\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"W\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x31\n\x06report\x18\x02 \x01(\x0b\x32!.headwater.router.v1.WorkerReport\"\"\n\x11HeartbeatResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"K\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nquarantine\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\",\n\x13\x44rainWorkerResponse\x12\x15\n\ractive_groups\x18\x01 \x01(\r\"+\n\x17\x44\x65registerWorkerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x1a\n\x18\x44\x65registerWorkerResponse\"V\n\x10SetBudgetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x61pacity_groups\x18\x02 \x01(\r\x12\x19\n\x11\x63harged_group_ids\x18\x03 \x03(\t\"+\n\x11SetBudgetResponse\x12\x16\n\x0e\x63harged_groups\x18\x01 \x01(\r\"9\n\x14ReleaseGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"/\n\x15ReleaseGroupsResponse\x12\x16\n\x0e\x63harged_groups\x18\x01 \x01(\r\"\x12\n\x10GetStatusRequest\"\xb5\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x39\n\x04info\x18\x03 \x01(\x0b\x32+.headwater.rollout.v1.GetWorkerInfoResponse\x12\x31\n\x06report\x18\x04 \x01(\x0b\x32!.headwater.router.v1.WorkerReport\x12\x17\n\x0f\x61ssigned_groups\x18\x05 \x01(\r\x12\x17\n\x0f\x63\x61pacity_groups\x18\x06 \x01(\r\x12\x30\n\rheartbeat_age\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\taccepting\x18\x08 \x01(\x08\x12\x1c\n\x14not_accepting_reason\x18\t \x01(\t\"O\n\x0c\x42udgetStatus\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x61pacity_groups\x18\x02 \x01(\r\x12\x16\n\x0e\x63harged_groups\x18\x03 \x01(\r\"\xbf\x02\n\x11GetStatusResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.headwater.router.v1.WorkerStatus\x12\x16\n\x0equeued_prompts\x18\x02 \x01(\r\x12\x17\n\x0frunning_prompts\x18\x03 \x01(\r\x12\x17\n\x0f\x66inished_groups\x18\x04 \x01(\x04\x12\x16\n\x0e\x66\x61iled_prompts\x18\x05 \x01(\x04\x12\x18\n\x10retried_attempts\x18\x06 \x01(\x04\x12\x32\n\x07\x62udgets\x18\x07 \x03(\x0b\x32!.headwater.router.v1.BudgetStatus\x12\x16\n\x0equeue_capacity\x18\x08 \x01(\r\x12.\n\nstarted_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"A\n\x12WatchStatusRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"M\n\x13WatchStatusResponse\x12\x36\n\x06status\x18\x01 \x01(\x0b\x32&.headwater.router.v1.GetStatusResponse2\xa8\t\n\rRouterService\x12p\n\rSubmitPrompts\x12).headwater.router.v1.SubmitPromptsRequest\x1a*.headwater.router.v1.SubmitPromptsResponse\"\x04\x88\xb5\x18\x01(\x01\x30\x01\x12i\n\x0cSubmitPrompt\x12(.headwater.router.v1.SubmitPromptRequest\x1a).headwater.router.v1.SubmitPromptResponse\"\x04\x88\xb5\x18\x01\x12l\n\rCancelRequest\x12).headwater.router.v1.CancelRequestRequest\x1a*.headwater.router.v1.CancelRequestResponse\"\x04\x88\xb5\x18\x01\x12`\n\tGetStatus\x12%.headwater.router.v1.GetStatusRequest\x1a&.headwater.router.v1.GetStatusResponse\"\x04\x88\xb5\x18\x01\x12h\n\x0bWatchStatus\x12\'.headwater.router.v1.WatchStatusRequest\x1a(.headwater.router.v1.WatchStatusResponse\"\x04\x88\xb5\x18\x01\x30\x01\x12o\n\x0eRegisterWorker\x12*.headwater.router.v1.RegisterWorkerRequest\x1a+.headwater.router.v1.RegisterWorkerResponse\"\x04\x88\xb5\x18\x02\x12`\n\tHeartbeat\x12%.headwater.router.v1.HeartbeatRequest\x1a&.headwater.router.v1.HeartbeatResponse\"\x04\x88\xb5\x18\x02\x12\x66\n\x0b\x44rainWorker\x12\'.headwater.router.v1.DrainWorkerRequest\x1a(.headwater.router.v1.DrainWorkerResponse\"\x04\x88\xb5\x18\x03\x12u\n\x10\x44\x65registerWorker\x12,.headwater.router.v1.DeregisterWorkerRequest\x1a-.headwater.router.v1.DeregisterWorkerResponse\"\x04\x88\xb5\x18\x02\x12`\n\tSetBudget\x12%.headwater.router.v1.SetBudgetRequest\x1a&.headwater.router.v1.SetBudgetResponse\"\x04\x88\xb5\x18\x03\x12l\n\rReleaseGroups\x12).headwater.router.v1.ReleaseGroupsRequest\x1a*.headwater.router.v1.ReleaseGroupsResponse\"\x04\x88\xb5\x18\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headwater.router.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROMPT']._serialized_start=293
-  _globals['_PROMPT']._serialized_end=753
-  _globals['_SUBMITPROMPTSREQUEST']._serialized_start=755
-  _globals['_SUBMITPROMPTSREQUEST']._serialized_end=822
-  _globals['_PROMPTACCEPTED']._serialized_start=824
-  _globals['_PROMPTACCEPTED']._serialized_end=882
-  _globals['_SUBMITPROMPTSRESPONSE']._serialized_start=885
-  _globals['_SUBMITPROMPTSRESPONSE']._serialized_end=1145
-  _globals['_SUBMITPROMPTREQUEST']._serialized_start=1147
-  _globals['_SUBMITPROMPTREQUEST']._serialized_end=1213
-  _globals['_SUBMITPROMPTRESPONSE']._serialized_start=1216
-  _globals['_SUBMITPROMPTRESPONSE']._serialized_end=1357
-  _globals['_CANCELREQUESTREQUEST']._serialized_start=1359
-  _globals['_CANCELREQUESTREQUEST']._serialized_end=1401
-  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1403
-  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1445
-  _globals['_CONDITION']._serialized_start=1447
-  _globals['_CONDITION']._serialized_end=1534
-  _globals['_WORKERREPORT']._serialized_start=1537
-  _globals['_WORKERREPORT']._serialized_end=1761
-  _globals['_REGISTERWORKERREQUEST']._serialized_start=1764
-  _globals['_REGISTERWORKERREQUEST']._serialized_end=1958
-  _globals['_REGISTERWORKERRESPONSE']._serialized_start=1961
-  _globals['_REGISTERWORKERRESPONSE']._serialized_end=2101
-  _globals['_HEARTBEATREQUEST']._serialized_start=2103
-  _globals['_HEARTBEATREQUEST']._serialized_end=2190
-  _globals['_HEARTBEATRESPONSE']._serialized_start=2192
-  _globals['_HEARTBEATRESPONSE']._serialized_end=2226
-  _globals['_DRAINWORKERREQUEST']._serialized_start=2228
-  _globals['_DRAINWORKERREQUEST']._serialized_end=2303
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=2305
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=2349
-  _globals['_DEREGISTERWORKERREQUEST']._serialized_start=2351
-  _globals['_DEREGISTERWORKERREQUEST']._serialized_end=2394
-  _globals['_DEREGISTERWORKERRESPONSE']._serialized_start=2396
-  _globals['_DEREGISTERWORKERRESPONSE']._serialized_end=2422
-  _globals['_SETBUDGETREQUEST']._serialized_start=2424
-  _globals['_SETBUDGETREQUEST']._serialized_end=2510
-  _globals['_SETBUDGETRESPONSE']._serialized_start=2512
-  _globals['_SETBUDGETRESPONSE']._serialized_end=2555
-  _globals['_RELEASEGROUPSREQUEST']._serialized_start=2557
-  _globals['_RELEASEGROUPSREQUEST']._serialized_end=2614
-  _globals['_RELEASEGROUPSRESPONSE']._serialized_start=2616
-  _globals['_RELEASEGROUPSRESPONSE']._serialized_end=2663
-  _globals['_GETSTATUSREQUEST']._serialized_start=2665
-  _globals['_GETSTATUSREQUEST']._serialized_end=2683
-  _globals['_WORKERSTATUS']._serialized_start=2686
-  _globals['_WORKERSTATUS']._serialized_end=2995
-  _globals['_BUDGETSTATUS']._serialized_start=2997
-  _globals['_BUDGETSTATUS']._serialized_end=3076
-  _globals['_GETSTATUSRESPONSE']._serialized_start=3079
-  _globals['_GETSTATUSRESPONSE']._serialized_end=3398
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=3400
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=3465
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=3467
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=3544
-  _globals['_ROUTERSERVICE']._serialized_start=3547
-  _globals['_ROUTERSERVICE']._serialized_end=4673
+  _globals['_ROUTERSERVICE'].methods_by_name['SubmitPrompts']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['SubmitPrompts']._serialized_options = b'\210\265\030\001'
+  _globals['_ROUTERSERVICE'].methods_by_name['SubmitPrompt']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['SubmitPrompt']._serialized_options = b'\210\265\030\001'
+  _globals['_ROUTERSERVICE'].methods_by_name['CancelRequest']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['CancelRequest']._serialized_options = b'\210\265\030\001'
+  _globals['_ROUTERSERVICE'].methods_by_name['GetStatus']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['GetStatus']._serialized_options = b'\210\265\030\001'
+  _globals['_ROUTERSERVICE'].methods_by_name['WatchStatus']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['WatchStatus']._serialized_options = b'\210\265\030\001'
+  _globals['_ROUTERSERVICE'].methods_by_name['RegisterWorker']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['RegisterWorker']._serialized_options = b'\210\265\030\002'
+  _globals['_ROUTERSERVICE'].methods_by_name['Heartbeat']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['Heartbeat']._serialized_options = b'\210\265\030\002'
+  _globals['_ROUTERSERVICE'].methods_by_name['DrainWorker']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['DrainWorker']._serialized_options = b'\210\265\030\003'
+  _globals['_ROUTERSERVICE'].methods_by_name['DeregisterWorker']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['DeregisterWorker']._serialized_options = b'\210\265\030\002'
+  _globals['_ROUTERSERVICE'].methods_by_name['SetBudget']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['SetBudget']._serialized_options = b'\210\265\030\003'
+  _globals['_ROUTERSERVICE'].methods_by_name['ReleaseGroups']._loaded_options = None
+  _globals['_ROUTERSERVICE'].methods_by_name['ReleaseGroups']._serialized_options = b'\210\265\030\003'
+  _globals['_PROMPT']._serialized_start=334
+  _globals['_PROMPT']._serialized_end=794
+  _globals['_SUBMITPROMPTSREQUEST']._serialized_start=796
+  _globals['_SUBMITPROMPTSREQUEST']._serialized_end=863
+  _globals['_PROMPTACCEPTED']._serialized_start=865
+  _globals['_PROMPTACCEPTED']._serialized_end=923
+  _globals['_SUBMITPROMPTSRESPONSE']._serialized_start=926
+  _globals['_SUBMITPROMPTSRESPONSE']._serialized_end=1186
+  _globals['_SUBMITPROMPTREQUEST']._serialized_start=1188
+  _globals['_SUBMITPROMPTREQUEST']._serialized_end=1254
+  _globals['_SUBMITPROMPTRESPONSE']._serialized_start=1257
+  _globals['_SUBMITPROMPTRESPONSE']._serialized_end=1398
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=1400
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=1442
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1444
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1486
+  _globals['_CONDITION']._serialized_start=1488
+  _globals['_CONDITION']._serialized_end=1575
+  _globals['_WORKERREPORT']._serialized_start=1578
+  _globals['_WORKERREPORT']._serialized_end=1802
+  _globals['_REGISTERWORKERREQUEST']._serialized_start=1805
+  _globals['_REGISTERWORKERREQUEST']._serialized_end=1999
+  _globals['_REGISTERWORKERRESPONSE']._serialized_start=2002
+  _globals['_REGISTERWORKERRESPONSE']._serialized_end=2142
+  _globals['_HEARTBEATREQUEST']._serialized_start=2144
+  _globals['_HEARTBEATREQUEST']._serialized_end=2231
+  _globals['_HEARTBEATRESPONSE']._serialized_start=2233
+  _globals['_HEARTBEATRESPONSE']._serialized_end=2267
+  _globals['_DRAINWORKERREQUEST']._serialized_start=2269
+  _globals['_DRAINWORKERREQUEST']._serialized_end=2344
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=2346
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=2390
+  _globals['_DEREGISTERWORKERREQUEST']._serialized_start=2392
+  _globals['_DEREGISTERWORKERREQUEST']._serialized_end=2435
+  _globals['_DEREGISTERWORKERRESPONSE']._serialized_start=2437
+  _globals['_DEREGISTERWORKERRESPONSE']._serialized_end=2463
+  _globals['_SETBUDGETREQUEST']._serialized_start=2465
+  _globals['_SETBUDGETREQUEST']._serialized_end=2551
+  _globals['_SETBUDGETRESPONSE']._serialized_start=2553
+  _globals['_SETBUDGETRESPONSE']._serialized_end=2596
+  _globals['_RELEASEGROUPSREQUEST']._serialized_start=2598
+  _globals['_RELEASEGROUPSREQUEST']._serialized_end=2655
+  _globals['_RELEASEGROUPSRESPONSE']._serialized_start=2657
+  _globals['_RELEASEGROUPSRESPONSE']._serialized_end=2704
+  _globals['_GETSTATUSREQUEST']._serialized_start=2706
+  _globals['_GETSTATUSREQUEST']._serialized_end=2724
+  _globals['_WORKERSTATUS']._serialized_start=2727
+  _globals['_WORKERSTATUS']._serialized_end=3036
+  _globals['_BUDGETSTATUS']._serialized_start=3038
+  _globals['_BUDGETSTATUS']._serialized_end=3117
+  _globals['_GETSTATUSRESPONSE']._serialized_start=3120
+  _globals['_GETSTATUSRESPONSE']._serialized_end=3439
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=3441
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=3506
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=3508
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=3585
+  _globals['_ROUTERSERVICE']._serialized_start=3588
+  _globals['_ROUTERSERVICE']._serialized_end=4780
 # @@protoc_insertion_point(module_scope)

@@ -50,7 +50,9 @@ class Prompt(_message.Message):
     rejected with ALREADY_EXISTS. Unset: the router makes one.
     """
     run_id: _builtins.str
-    """Run; groups of a run that has a budget are charged to it. Required when publish is STREAM."""
+    """Run; groups of a run that has a budget are charged to it. Required when publish is STREAM. Needs ROLE_ADMIN, because
+    it spends the run's budget and can reach its training data.
+    """
     group_id: _builtins.str
     """Group, unique within the run; unset: the request id."""
     text: _builtins.str

@@ -24,10 +24,11 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from headwater.common.v1 import authorization_pb2 as headwater_dot_common_dot_v1_dot_authorization__pb2
 from headwater.common.v1 import sample_pb2 as headwater_dot_common_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"headwater/trainer/v1/trainer.proto\x12\x14headwater.trainer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a headwater/common/v1/sample.proto\"6\n\x0fStartRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0brecipe_toml\x18\x02 \x01(\t\":\n\x10StartRunResponse\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.headwater.trainer.v1.Run\"\x8b\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12-\n\x05state\x18\x02 \x01(\x0e\x32\x1e.headwater.trainer.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12:\n\x0eweight_version\x18\x05 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0brecipe_toml\x18\x07 \x01(\t\x12\x12\n\noutput_dir\x18\x08 \x01(\t\x12.\n\nstarted_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\" \n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x0fStopRunResponse\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.headwater.trainer.v1.Run\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"8\n\x0eGetRunResponse\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.headwater.trainer.v1.Run\"5\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nfrom_event\x18\x02 \x01(\x04\"\x89\x01\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12=\n\x06values\x18\x02 \x03(\x0b\x32-.headwater.trainer.v1.StepMetrics.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\")\n\x06Notice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"-\n\x0f\x43heckpointSaved\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"\xa7\x02\n\x10WatchRunResponse\x12\x13\n\x0b\x65vent_index\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x07metrics\x18\x03 \x01(\x0b\x32!.headwater.trainer.v1.StepMetricsH\x00\x12.\n\x06notice\x18\x04 \x01(\x0b\x32\x1c.headwater.trainer.v1.NoticeH\x00\x12;\n\ncheckpoint\x18\x05 \x01(\x0b\x32%.headwater.trainer.v1.CheckpointSavedH\x00\x12(\n\x03run\x18\x06 \x01(\x0b\x32\x19.headwater.trainer.v1.RunH\x00\x42\x07\n\x05\x65vent\"S\n\x15SaveCheckpointRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"S\n\x16SaveCheckpointResponse\x12\x39\n\ncheckpoint\x18\x01 \x01(\x0b\x32%.headwater.trainer.v1.CheckpointSaved*\x9a\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\xe2\x03\n\x0eTrainerService\x12Y\n\x08StartRun\x12%.headwater.trainer.v1.StartRunRequest\x1a&.headwater.trainer.v1.StartRunResponse\x12V\n\x07StopRun\x12$.headwater.trainer.v1.StopRunRequest\x1a%.headwater.trainer.v1.StopRunResponse\x12S\n\x06GetRun\x12#.headwater.trainer.v1.GetRunRequest\x1a$.headwater.trainer.v1.GetRunResponse\x12[\n\x08WatchRun\x12%.headwater.trainer.v1.WatchRunRequest\x1a&.headwater.trainer.v1.WatchRunResponse0\x01\x12k\n\x0eSaveCheckpoint\x12+.headwater.trainer.v1.SaveCheckpointRequest\x1a,.headwater.trainer.v1.SaveCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"headwater/trainer/v1/trainer.proto\x12\x14headwater.trainer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\'headwater/common/v1/authorization.proto\x1a headwater/common/v1/sample.proto\"6\n\x0fStartRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0brecipe_toml\x18\x02 \x01(\t\":\n\x10StartRunResponse\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.headwater.trainer.v1.Run\"\x8b\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12-\n\x05state\x18\x02 \x01(\x0e\x32\x1e.headwater.trainer.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12:\n\x0eweight_version\x18\x05 \x01(\x0b\x32\".headwater.common.v1.WeightVersion\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0brecipe_toml\x18\x07 \x01(\t\x12\x12\n\noutput_dir\x18\x08 \x01(\t\x12.\n\nstarted_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\" \n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x0fStopRunResponse\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.headwater.trainer.v1.Run\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"8\n\x0eGetRunResponse\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.headwater.trainer.v1.Run\"5\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nfrom_event\x18\x02 \x01(\x04\"\x89\x01\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12=\n\x06values\x18\x02 \x03(\x0b\x32-.headwater.trainer.v1.StepMetrics.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\")\n\x06Notice\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"-\n\x0f\x43heckpointSaved\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"\xa7\x02\n\x10WatchRunResponse\x12\x13\n\x0b\x65vent_index\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x07metrics\x18\x03 \x01(\x0b\x32!.headwater.trainer.v1.StepMetricsH\x00\x12.\n\x06notice\x18\x04 \x01(\x0b\x32\x1c.headwater.trainer.v1.NoticeH\x00\x12;\n\ncheckpoint\x18\x05 \x01(\x0b\x32%.headwater.trainer.v1.CheckpointSavedH\x00\x12(\n\x03run\x18\x06 \x01(\x0b\x32\x19.headwater.trainer.v1.RunH\x00\x42\x07\n\x05\x65vent\"S\n\x15SaveCheckpointRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"S\n\x16SaveCheckpointResponse\x12\x39\n\ncheckpoint\x18\x01 \x01(\x0b\x32%.headwater.trainer.v1.CheckpointSaved*\x9a\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\x80\x04\n\x0eTrainerService\x12_\n\x08StartRun\x12%.headwater.trainer.v1.StartRunRequest\x1a&.headwater.trainer.v1.StartRunResponse\"\x04\x88\xb5\x18\x03\x12\\\n\x07StopRun\x12$.headwater.trainer.v1.StopRunRequest\x1a%.headwater.trainer.v1.StopRunResponse\"\x04\x88\xb5\x18\x03\x12Y\n\x06GetRun\x12#.headwater.trainer.v1.GetRunRequest\x1a$.headwater.trainer.v1.GetRunResponse\"\x04\x88\xb5\x18\x01\x12\x61\n\x08WatchRun\x12%.headwater.trainer.v1.WatchRunRequest\x1a&.headwater.trainer.v1.WatchRunResponse\"\x04\x88\xb5\x18\x01\x30\x01\x12q\n\x0eSaveCheckpoint\x12+.headwater.trainer.v1.SaveCheckpointRequest\x1a,.headwater.trainer.v1.SaveCheckpointResponse\"\x04\x88\xb5\x18\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,38 +37,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPMETRICS_VALUESENTRY']._loaded_options = None
   _globals['_STEPMETRICS_VALUESENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=1483
-  _globals['_RUNSTATE']._serialized_end=1637
-  _globals['_STARTRUNREQUEST']._serialized_start=159
-  _globals['_STARTRUNREQUEST']._serialized_end=213
-  _globals['_STARTRUNRESPONSE']._serialized_start=215
-  _globals['_STARTRUNRESPONSE']._serialized_end=273
-  _globals['_RUN']._serialized_start=276
-  _globals['_RUN']._serialized_end=543
-  _globals['_STOPRUNREQUEST']._serialized_start=545
-  _globals['_STOPRUNREQUEST']._serialized_end=577
-  _globals['_STOPRUNRESPONSE']._serialized_start=579
-  _globals['_STOPRUNRESPONSE']._serialized_end=636
-  _globals['_GETRUNREQUEST']._serialized_start=638
-  _globals['_GETRUNREQUEST']._serialized_end=669
-  _globals['_GETRUNRESPONSE']._serialized_start=671
-  _globals['_GETRUNRESPONSE']._serialized_end=727
-  _globals['_WATCHRUNREQUEST']._serialized_start=729
-  _globals['_WATCHRUNREQUEST']._serialized_end=782
-  _globals['_STEPMETRICS']._serialized_start=785
-  _globals['_STEPMETRICS']._serialized_end=922
-  _globals['_STEPMETRICS_VALUESENTRY']._serialized_start=877
-  _globals['_STEPMETRICS_VALUESENTRY']._serialized_end=922
-  _globals['_NOTICE']._serialized_start=924
-  _globals['_NOTICE']._serialized_end=965
-  _globals['_CHECKPOINTSAVED']._serialized_start=967
-  _globals['_CHECKPOINTSAVED']._serialized_end=1012
-  _globals['_WATCHRUNRESPONSE']._serialized_start=1015
-  _globals['_WATCHRUNRESPONSE']._serialized_end=1310
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1312
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1395
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1397
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1480
-  _globals['_TRAINERSERVICE']._serialized_start=1640
-  _globals['_TRAINERSERVICE']._serialized_end=2122
+  _globals['_TRAINERSERVICE'].methods_by_name['StartRun']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['StartRun']._serialized_options = b'\210\265\030\003'
+  _globals['_TRAINERSERVICE'].methods_by_name['StopRun']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['StopRun']._serialized_options = b'\210\265\030\003'
+  _globals['_TRAINERSERVICE'].methods_by_name['GetRun']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['GetRun']._serialized_options = b'\210\265\030\001'
+  _globals['_TRAINERSERVICE'].methods_by_name['WatchRun']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['WatchRun']._serialized_options = b'\210\265\030\001'
+  _globals['_TRAINERSERVICE'].methods_by_name['SaveCheckpoint']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['SaveCheckpoint']._serialized_options = b'\210\265\030\003'
+  _globals['_RUNSTATE']._serialized_start=1524
+  _globals['_RUNSTATE']._serialized_end=1678
+  _globals['_STARTRUNREQUEST']._serialized_start=200
+  _globals['_STARTRUNREQUEST']._serialized_end=254
+  _globals['_STARTRUNRESPONSE']._serialized_start=256
+  _globals['_STARTRUNRESPONSE']._serialized_end=314
+  _globals['_RUN']._serialized_start=317
+  _globals['_RUN']._serialized_end=584
+  _globals['_STOPRUNREQUEST']._serialized_start=586
+  _globals['_STOPRUNREQUEST']._serialized_end=618
+  _globals['_STOPRUNRESPONSE']._serialized_start=620
+  _globals['_STOPRUNRESPONSE']._serialized_end=677
+  _globals['_GETRUNREQUEST']._serialized_start=679
+  _globals['_GETRUNREQUEST']._serialized_end=710
+  _globals['_GETRUNRESPONSE']._serialized_start=712
+  _globals['_GETRUNRESPONSE']._serialized_end=768
+  _globals['_WATCHRUNREQUEST']._serialized_start=770
+  _globals['_WATCHRUNREQUEST']._serialized_end=823
+  _globals['_STEPMETRICS']._serialized_start=826
+  _globals['_STEPMETRICS']._serialized_end=963
+  _globals['_STEPMETRICS_VALUESENTRY']._serialized_start=918
+  _globals['_STEPMETRICS_VALUESENTRY']._serialized_end=963
+  _globals['_NOTICE']._serialized_start=965
+  _globals['_NOTICE']._serialized_end=1006
+  _globals['_CHECKPOINTSAVED']._serialized_start=1008
+  _globals['_CHECKPOINTSAVED']._serialized_end=1053
+  _globals['_WATCHRUNRESPONSE']._serialized_start=1056
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1351
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1353
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1436
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1438
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1521
+  _globals['_TRAINERSERVICE']._serialized_start=1681
+  _globals['_TRAINERSERVICE']._serialized_end=2193
 # @@protoc_insertion_point(module_scope)
