@@ -83,7 +83,7 @@ class Server:
         await self.set_serving(False)
         await self._server.start()
         address = f"{self._bind.rpartition(':')[0]}:{port}"
-        log.info("%s listens on %s (%s)", self.name, address, "TLS" if self._credentials else "plain text")
+        log.info("%s listens on %s", self.name, address)
         return address
 
     def _listen(self) -> int:
