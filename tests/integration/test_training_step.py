@@ -32,7 +32,8 @@ texts = ["a red circle"]
 [[rewards]]
 name = "first"
 [train]
-steps = 1
+steps = {steps}
+updates_per_batch = {updates}
 groups_per_step = 2
 group_size = 3
 micro_batch_size = 3
@@ -88,9 +89,14 @@ def store(tmp_path):
 NFT = '[objective]\nname = "nft"\nkl_coef = 0.1\n'
 
 
-def make_trainer(text, model, store, ranks, change=lambda groups: None):
-    base = RECIPE.replace("window_size = 2\n", "") if NFT in text else RECIPE
-    recipe = parse_recipe(base.format(model=model) + text)
+def recipe_text(model, steps=1, updates_per_batch=1):
+    return RECIPE.format(model=model, steps=steps, updates=updates_per_batch)
+
+
+def make_trainer(text, model, store, ranks, change=lambda groups: None, *, steps=1, updates_per_batch=1):
+    base = recipe_text(model, steps, updates_per_batch)
+    base = base.replace("window_size = 2\n", "") if NFT in text else base
+    recipe = parse_recipe(base + text)
     groups = make_groups(recipe, store, "run", 2)
     change(groups)
     policy = load_policy(recipe, families.resolve(model), ranks)
@@ -136,6 +142,35 @@ def test_nft_publishes_the_old_policy_and_keeps_it_in_its_checkpoint(model, stor
     assert all(torch.equal(t.policy.tensors()[f"old.{name}"], value) for name, value in expected.items())
     assert reports[0]["old_distance"] < 1e-10
     assert reports[0]["kl_to_reference"] < 1e-10
+
+
+@pytest.mark.parametrize("updates_per_batch", [1, 2])
+def test_an_old_policy_that_equals_the_trained_one_costs_no_pass(updates_per_batch, model, store, ranks):
+    """Two steps with old_decay zero, with and without the saved passes: the weights agree bit for bit."""
+
+    def run(always_differs):
+        sizes = {"steps": 2, "updates_per_batch": updates_per_batch}
+        t, _, _, reports = make_trainer(NFT + 'old_decay = "zero"\n', model, store, ranks, **sizes)
+        swaps = 0
+        applied = t.policy.old.applied
+
+        def counted():
+            nonlocal swaps
+            swaps += 1
+            return applied()
+
+        t.policy.old.applied = counted
+        if always_differs:
+            update = t.policy.old.update
+            t.policy.old.update = lambda updates: update(updates) + 1e-9
+        assert train(t)
+        return swaps, t.policy.all_weights(), reports
+
+    (swaps, weights, reports), (all_swaps, expected, slow_reports) = run(False), run(True)
+    assert swaps < all_swaps
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    assert [one["old_distance"] for one in reports] == [one["old_distance"] for one in slow_reports]
+    assert (reports[1]["old_distance"] == 0) == (updates_per_batch == 1)
 
 
 def test_nft_groups_hold_final_latents_only_and_old_ones_are_welcome(model, store, ranks):
@@ -238,9 +273,7 @@ def test_stop_ends_and_save_saves(model, store, ranks):
 
 def test_guidance_enters_the_velocity(model, store, ranks):
     guided, guided_source, _, reports = make_trainer(LORA, model, store, ranks)
-    recipe = parse_recipe(
-        RECIPE.format(model=model).replace("window_size = 2", "window_size = 2\nguidance_scale = 4.0")
-    )
+    recipe = parse_recipe(recipe_text(model).replace("window_size = 2", "window_size = 2\nguidance_scale = 4.0"))
     guided.recipe, guided_source.groups = recipe, make_groups(recipe, store, "guided", 2)
     guided.policy.guidance_scale = 4.0
     assert train(guided)
@@ -257,7 +290,7 @@ def test_guidance_enters_the_velocity(model, store, ranks):
     ],
 )
 def test_a_damaged_trajectory_is_refused_with_the_reason(change, message, model, store):
-    group = make_groups(parse_recipe(RECIPE.format(model=model)), store, "run", 1)[0]
+    group = make_groups(parse_recipe(recipe_text(model)), store, "run", 1)[0]
     trajectory = group.samples[0].trajectory
     if trajectory.trained_steps[0] + 1 == 4:
         trajectory.trained_steps[:] = [2, 3]
@@ -267,14 +300,14 @@ def test_a_damaged_trajectory_is_refused_with_the_reason(change, message, model,
 
 
 def test_pairs_are_ordered_by_step_and_sample_as_the_engine_ran_them(model, store):
-    group = make_groups(parse_recipe(RECIPE.format(model=model)), store, "run", 1)[0]
+    group = make_groups(parse_recipe(recipe_text(model)), store, "run", 1)[0]
     first = group.samples[0].trajectory.trained_steps[0]
     found = [(pair.step, pair.sample_index) for pair in pairs_of(group, [0, 1, 2], store.get, transitions)]
     assert found == [(step, sample) for step in (first, first + 1) for sample in (0, 1, 2)]
 
 
 def test_advantages_belong_to_their_samples(model, store, ranks):
-    recipe = parse_recipe(RECIPE.format(model=model))
+    recipe = parse_recipe(recipe_text(model))
     groups = make_groups(recipe, store, "run", 2)
     batch = load_batch(
         groups, 1, lambda g, i: pairs_of(g, i, store.get, transitions), ranks, lambda group_id, reason: None

@@ -20,9 +20,11 @@ class Ema:
         self._name = name
 
     @torch.no_grad()
-    def update(self, updates: int) -> None:
-        """Take in the present weights, those after `updates` optimizer updates."""
-        torch._foreach_lerp_(list(self._averages.values()), list(self._parameters.values()), 1 - self._decay(updates))
+    def update(self, updates: int) -> float:
+        """Take in the present weights, those after `updates` optimizer updates; returns the decay: 0 is a copy."""
+        decay = self._decay(updates)
+        torch._foreach_lerp_(list(self._averages.values()), list(self._parameters.values()), 1 - decay)
+        return decay
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages under names of their own, as a checkpoint keeps and restores them (in place)."""

@@ -55,6 +55,7 @@ class Policy:
     autocast: bool  # bf16 compute
     device: torch.device
     old: Ema | None = None  # the policy that rollout samples from, where an objective keeps it apart
+    old_differs: bool = True  # from the trained policy; equal ones need one pass less
 
     def velocity(self, batch: "ModelInput") -> Tensor:
         """Velocity fp32 [B, ...] of the policy for the latents of a batch, guided when the rollout was."""
@@ -68,20 +69,25 @@ class Policy:
         with adapters_off(self.module):
             return self._velocity(self.module, batch)
 
-    @torch.no_grad()
-    def old_velocity(self, batch: "ModelInput") -> Tensor:
-        """The same of the old policy, which the objective must keep. Call it before `velocity` of the same batch.
-
-        Weights are swapped in place: the gradient of a pass made before could not be taken any more.
-        """
+    def old_and_new_velocity(self, batch: "ModelInput") -> tuple[Tensor, Tensor]:
+        """The same of the old policy, which the objective must keep, without gradient, and of the trained one."""
         assert self.old is not None, "this objective keeps no old policy"
-        with self.old.applied():
-            return self._velocity(self.module, batch)
+        if not self.old_differs:
+            new = self.velocity(batch)
+            return new.detach(), new
+        # First: weights are swapped in place, and the gradient of a pass made before could not be taken any more.
+        with torch.no_grad(), self.old.applied():
+            old = self._velocity(self.module, batch)
+        return old, self.velocity(batch)
+
+    def updated(self) -> None:
+        """To be called after each optimizer update."""
+        self.old_differs = True
 
     def update_old(self, updates: int) -> None:
         """Let the old policy, if there is one, follow the trained one after `updates` optimizer updates."""
         if self.old is not None:
-            self.old.update(updates)
+            self.old_differs = self.old.update(updates) > 0
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; sharded."""

@@ -114,6 +114,7 @@ def update(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Valu
     values = figures.reduced(t.ranks) | {"grad_norm": grad_norm, "pairs": pair_count}
     if math.isfinite(values["loss"]) and math.isfinite(grad_norm):
         t.optimizer.step()
+        t.policy.updated()
         t.state.updates += 1
     else:
         t.state.skipped += 1

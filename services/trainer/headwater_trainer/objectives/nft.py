@@ -37,8 +37,7 @@ class Nft(Objective[ForwardPair, ForwardBatch]):
     def terms(self, policy: Policy, batch: ForwardBatch) -> Terms:
         """NFT loss of each pair, plus kl_coef times the squared distance to the velocity of the reference."""
         section = self._section
-        old = policy.old_velocity(batch)  # first: it changes weights that the trained velocity's gradient needs
-        new = policy.velocity(batch)
+        old, new = policy.old_and_new_velocity(batch)
         outcome = nft_loss(
             new, old, batch.latent, batch.x0, batch.sigma, batch.advantage, beta=section.beta, adv_clip=section.adv_clip
         )
