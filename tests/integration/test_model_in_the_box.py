@@ -58,3 +58,28 @@ def test_sglang_is_identical_to_the_trainer_on_it():
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["max_output_difference"] == report["max_log_prob_difference"] == 0
+
+
+DRAW_WITH_BOTH = """
+import sys, torch
+from headwater_rollout.engine import load_engine
+from headwater_rollout.engine.base import GroupRequest
+from headwater.common.v1.sampling_pb2 import SamplingParams
+from headwater.sampling import resolve
+
+sampling = resolve(SamplingParams(steps=10, height_px=64, width_px=64, guidance_scale=1.0), group_seed=0)
+request = GroupRequest("two red circles on a white background", (1, 2), sampling)
+first, second = (load_engine(name, sys.argv[1]).generate(request) for name in ("diffusers", "sglang"))
+assert first.positive.keys() == second.positive.keys()
+for name, tensor in first.positive.items():
+    assert tensor.shape == second.positive[name].shape, (name, tensor.shape, second.positive[name].shape)
+    assert torch.equal(tensor, second.positive[name]), name
+assert (first.media == second.media).all()
+"""
+
+
+@pytest.mark.engine
+def test_sglang_sees_the_same_words_and_draws_the_same_pictures():
+    command = [sys.executable, "-c", DRAW_WITH_BOTH, str(MODEL)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -48,38 +48,49 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, compare, save, report."""
-    from headwater.cli.connect import connected
-    from headwater.cli.eval_progress import Progress
     from headwater.errors import InvalidArgument
-    from headwater.evaluation import grid, results
-    from headwater.evaluation.collect import collect
-    from headwater.evaluation.report import report, versions
+    from headwater.evaluation.report import report
 
     plan = make_plan(args)
-    baseline = results.load_baseline(args.baseline, plan) if args.baseline else None
     folder = args.out or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
     path = folder / "results.json"
-    if baseline is not None and path.resolve() in (args.baseline.resolve(), (args.baseline / "results.json").resolve()):
+    if args.baseline and path.resolve() in (args.baseline.resolve(), (args.baseline / "results.json").resolve()):
         raise InvalidArgument(f"--out {folder} holds the baseline itself; choose another folder", field="out")
+    found = evaluate(args.router, plan, folder, args.baseline)
+    print(report(found))
+    pictures = f"; pictures: {found['grid']}" if found["grid"] else ""
+    print(f"every sample: {found['results_file']}{pictures}")
+    if args.json:
+        output.print_json(found)
+    return 0
+
+
+def evaluate(router: str, plan: "Plan", folder: Path, baseline_path: Path | None = None) -> dict[str, Any]:
+    """Run `plan` at `router`, compare it with an earlier evaluation, and leave results.json and grid.png in `folder`.
+
+    Raises what `load_baseline`, `collect` and `compare` raise.
+    """
+    from headwater.cli.connect import connected
+    from headwater.cli.eval_progress import Progress
+    from headwater.evaluation import grid, results
+    from headwater.evaluation.collect import collect
+    from headwater.evaluation.report import versions
+
+    baseline = results.load_baseline(baseline_path, plan) if baseline_path else None
     started = time.monotonic()
-    with connected(args.router, "router") as channel, Progress(len(plan.items)) as progress:
+    with connected(router, "router") as channel, Progress(len(plan.items)) as progress:
         collected = collect(channel, plan, progress.update)
     found = results.figures(plan, collected)
     found["wall_time_s"] = round(time.monotonic() - started, 2)
     if baseline is not None:
         compared = results.compare(collected.records, baseline)
         notes = results.other_settings(baseline, plan)
-        found["comparison"] = {"baseline": str(args.baseline), "notes": notes, **compared}
+        found["comparison"] = {"baseline": str(baseline_path), "notes": notes, **compared}
     folder.mkdir(parents=True, exist_ok=True)
     picture, title = folder / "grid.png", f"{plan.prompts_path.name}, {versions(found['weight_versions'])}"
     saved = grid.save_grid(collected.pictures, picture, title, plan.pictures_per_tag)
-    results.save(path, found, collected.records)
-    found |= {"results_file": str(path), "grid": str(picture) if saved else None}
-    print(report(found))
-    print(f"every sample: {path}" + (f"; pictures: {picture}" if saved else ""))
-    if args.json:
-        output.print_json(found)
-    return 0
+    results.save(folder / "results.json", found, collected.records)
+    return found | {"results_file": str(folder / "results.json"), "grid": str(picture) if saved else None}
 
 
 def make_plan(args: argparse.Namespace) -> "Plan":

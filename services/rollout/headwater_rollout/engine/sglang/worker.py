@@ -39,7 +39,6 @@ def start_worker(model: str, family: Family, precision: str, device: torch.devic
             disable_autocast=True,
             component_precisions=_DENOISER | (_ENCODERS if precision == "fp32" else {}),
         )
-        _limit_text(arguments, family.text_tokens(model))
         set_global_server_args(arguments)
         process.init_local_group(current_platform.get_torch_distributed_backend_str())
         worker_class = CPUWorker if current_platform.is_cpu() else GPUWorker
@@ -49,11 +48,15 @@ def start_worker(model: str, family: Family, precision: str, device: torch.devic
             master_port=PortArgs.from_server_args(arguments).master_port,
             server_args=arguments,
         )
+        _limit_text(arguments, family.text_tokens(model))
     return worker, arguments
 
 
 def _limit_text(arguments: Any, token_counts: Sequence[int]) -> None:
-    """Let the text encoders see as many tokens as the model's own tokenizers allow; SGLang has fixed numbers."""
+    """Let the text encoders see as many tokens as the model's own tokenizers allow; SGLang has fixed numbers.
+
+    Once the pipeline is loaded: loading sets T5's number again.
+    """
     encoders = arguments.pipeline_config.text_encoder_configs
     for encoder, count in zip(encoders, token_counts, strict=True):
         encoder.arch_config.text_len = count
