@@ -53,10 +53,11 @@ format: install
 	$(BIN)/ruff format .
 
 # Keys and tokens that containers read as another user: the folder keeps everybody else out.
-deploy/secrets/redis_password: | install
+deploy/secrets/ca.crt: | install
 	$(BIN)/headwater certs deploy/secrets --mode 0644
-	for name in grafana_password redis_password; do \
-	  $(BIN)/python -c 'import secrets; print(secrets.token_urlsafe(32))' >deploy/secrets/$$name; done
+
+deploy/secrets/%_password: | deploy/secrets/ca.crt
+	umask 022; $(PYTHON) -c 'import secrets; print(secrets.token_urlsafe(32))' >$@
 
 # A CPU build of torch that pip finds among this machine's own files saves naming an index of such builds.
 compose-build:
@@ -64,8 +65,9 @@ compose-build:
 	  "$$(grep '^torch==' requirements/cpu.txt)" 2>/dev/null || true
 	$(COMPOSE) -f deploy/compose.yaml build
 
-compose-up: deploy/secrets/redis_password compose-build
-	$(COMPOSE) -f deploy/compose.yaml up -d
+# Compose v2 waits until every container is healthy.
+compose-up: deploy/secrets/redis_password deploy/secrets/grafana_password compose-build
+	$(COMPOSE) -f deploy/compose.yaml up -d $(if $(filter docker-compose,$(COMPOSE)),,--wait)
 
 compose-down:
 	$(COMPOSE) -f deploy/compose.yaml down

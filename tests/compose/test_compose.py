@@ -90,6 +90,14 @@ def test_containers_are_locked_down(fleet: Fleet):
         assert fleet.call(["docker", "port", fleet.containers(service)[0]]) == ""
 
 
+def test_no_secret_stands_in_an_environment_or_on_a_command_line(fleet: Fleet):
+    hidden = [path.read_text().strip() for path in fleet.secrets.glob("*") if path.suffix in ("", ".token")]
+    assert len(hidden) == 4  # Redis' password and three tokens
+    for container in fleet.containers():
+        shown = fleet.call(["docker", "inspect", container]) + fleet.call(["docker", "top", container, "-eo", "args"])
+        assert not [secret for secret in hidden if secret in shown]
+
+
 def test_the_host_needs_a_certificate_and_a_token_of_the_right_role(fleet: Fleet):
     command = [*HEADWATER, "train", RECIPE, "--run-id", "refused"]
     bare = {name: value for name, value in fleet.client_environment().items() if not name.startswith("HEADWATER_T")}
