@@ -18,9 +18,9 @@ help:
 	@echo "make install      create $(VENV) and install the pinned requirements; the others do it too"
 	@echo "make format       rewrite the code in the project's style"
 	@echo "make protos       generate the protocol code again"
-	@echo "make compose-up    build the images, make certificates and tokens, start the containers (docs/deploy.md)"
-	@echo "make compose-down  stop them; volumes stay"
-	@echo "make test-compose  the containers on a real Docker engine: scaled, killed, trained"
+	@echo "make compose-up   build the images, make certificates and tokens, start the containers (docs/deploy.md)"
+	@echo "make compose-down stop them; volumes stay"
+	@echo "make test-compose the containers on a real Docker engine: scaled, killed, trained"
 	@echo "make clean        remove $(VENV), caches and run folders"
 
 install: $(INSTALLED)
