@@ -17,6 +17,10 @@ compose() { docker compose version >/dev/null 2>&1 || docker-compose version >/d
 have() { docker image inspect "$1" >/dev/null 2>&1; }
 have_or_pull() { have "$1" || timeout 120 docker pull -q "$1" >/dev/null 2>&1; }
 value() { sed -n "s/^$1=//p" deploy/.env; }
+stop() { # the engine that this script started, and what a COMMAND that was cut short left on it
+  docker ps -aq | xargs -r docker rm -fv >/dev/null 2>&1 || true
+  kill "$engine" 2>/dev/null && wait "$engine" || true
+}
 install_packages() {
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || none "$* must be installed, by root"
   { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } \
@@ -28,7 +32,7 @@ if ! answers; then
   [ "$(id -u)" = 0 ] || none "no Docker engine answers, and only root can start one"
   dockerd --data-root "$state/data" --pidfile "$state/dockerd.pid" >"$state/dockerd.log" 2>&1 </dev/null &
   engine=$!
-  trap 'kill "$engine" 2>/dev/null && wait "$engine" || true' EXIT
+  trap stop EXIT
   for _ in $(seq 60); do
     answers || ! kill -0 "$engine" 2>/dev/null && break
     sleep 1
