@@ -40,7 +40,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         print(f"first picture on the host after {time.monotonic() - started:.1f} s from `up`")
         yield fleet
     finally:
-        if any(fleet.containers()):
+        if fleet.leftovers():
             fleet.compose("down", "-v", "--timeout", "10")
 
 
@@ -94,7 +94,8 @@ def test_no_secret_stands_in_an_environment_or_on_a_command_line(fleet: Fleet):
     hidden = [path.read_text().strip() for path in fleet.secrets.glob("*") if path.suffix in ("", ".token")]
     assert len(hidden) == 4  # Redis' password and three tokens
     for container in fleet.containers():
-        shown = fleet.call(["docker", "inspect", container]) + fleet.call(["docker", "top", container, "-eo", "args"])
+        shown = fleet.call(["docker", "inspect", container])
+        shown += fleet.call(["docker", "top", container, "-eo", "pid,args"])
         assert not [secret for secret in hidden if secret in shown]
 
 
