@@ -5,7 +5,7 @@
 # shellcheck disable=SC2015  # A && B || C is meant
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-state=${ENGINE_DIR:-$HOME/.cache/headwater-engine} # keeps the images for the next time
+state=${ENGINE_DIR:-~/.cache/headwater-engine} # keeps the images for the next time
 mkdir -p "$state"
 
 none() {
