@@ -54,7 +54,7 @@ if ! have_or_pull "$(value PYTHON_IMAGE)" || ! have_or_pull "$(value REDIS_IMAGE
       none "the base image cannot be built: $(tail -n 1 "$state/base.log")"
     rm "$state/base.tar"
   fi
-  index=$(python3 -m pip config list | sed -n "s/^[^=]*\.index-url='\(.*\)'$/--index-url \1/p" | tail -n 1)
+  index=$({ python3 -m pip config list || true; } | sed -n "s/^[^=]*\.index-url='\(.*\)'$/--index-url \1/p" | tail -n 1)
   export PYTHON_IMAGE=$base REDIS_IMAGE=$base BUILD_NETWORK=host PIP_ARGS="${PIP_ARGS-$index}"
 fi
 
