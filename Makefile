@@ -18,9 +18,9 @@ help:
 	@echo "make install      create $(VENV) and install the pinned requirements; the others do it too"
 	@echo "make format       rewrite the code in the project's style"
 	@echo "make protos       generate the protocol code again"
-	@echo "make compose-up    build the images, make certificates and tokens, start the containers (docs/deploy.md)"
-	@echo "make compose-down  stop them; volumes stay"
-	@echo "make test-compose  the containers on a real Docker engine: scaled, killed, trained"
+	@echo "make compose-up   build the images, make certificates and tokens, start the containers (docs/deploy.md)"
+	@echo "make compose-down stop them; volumes stay"
+	@echo "make test-compose the containers on a real Docker engine: scaled, killed, trained"
 	@echo "make clean        remove $(VENV), caches and run folders"
 
 install: $(INSTALLED)
@@ -53,10 +53,11 @@ format: install
 	$(BIN)/ruff format .
 
 # Keys and tokens that containers read as another user: the folder keeps everybody else out.
-deploy/secrets/redis_password: | install
+deploy/secrets/ca.crt: | install
 	$(BIN)/headwater certs deploy/secrets --mode 0644
-	for name in grafana_password redis_password; do \
-	  $(BIN)/python -c 'import secrets; print(secrets.token_urlsafe(32))' >deploy/secrets/$$name; done
+
+deploy/secrets/%_password: | deploy/secrets/ca.crt
+	umask 022; $(PYTHON) -c 'import secrets; print(secrets.token_urlsafe(32))' >$@
 
 # A CPU build of torch that pip finds among this machine's own files saves naming an index of such builds.
 compose-build:
@@ -64,8 +65,9 @@ compose-build:
 	  "$$(grep '^torch==' requirements/cpu.txt)" 2>/dev/null || true
 	$(COMPOSE) -f deploy/compose.yaml build
 
-compose-up: deploy/secrets/redis_password compose-build
-	$(COMPOSE) -f deploy/compose.yaml up -d
+# Compose v2 waits until every container is healthy.
+compose-up: deploy/secrets/redis_password deploy/secrets/grafana_password compose-build
+	$(COMPOSE) -f deploy/compose.yaml up -d $(if $(filter docker-compose,$(COMPOSE)),,--wait)
 
 compose-down:
 	$(COMPOSE) -f deploy/compose.yaml down

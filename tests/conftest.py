@@ -10,7 +10,7 @@ import pytest
 # Tests share the machine with the services they start: one thread each is faster than all of them at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-for _name in ("REDIS_URL", *(name for name in os.environ if name.startswith(("REDIS_", "HEADWATER_T")))):
+for _name in ("REDIS_URL", "REDIS_PASSWORD_FILE", *(name for name in os.environ if name.startswith("HEADWATER_T"))):
     if _name != "HEADWATER_TEST_REDIS_URL":
         os.environ.pop(_name, None)
 

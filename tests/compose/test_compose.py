@@ -40,7 +40,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         print(f"first picture on the host after {time.monotonic() - started:.1f} s from `up`")
         yield fleet
     finally:
-        if any(fleet.containers()):
+        if fleet.leftovers():
             fleet.compose("down", "-v", "--timeout", "10")
 
 
@@ -88,6 +88,15 @@ def test_containers_are_locked_down(fleet: Fleet):
         assert all(line.split(" -> ")[1].startswith("127.0.0.1:") for line in ports.splitlines())
     for service in ("redis", "reward", "rollout"):
         assert fleet.call(["docker", "port", fleet.containers(service)[0]]) == ""
+
+
+def test_no_secret_stands_in_an_environment_or_on_a_command_line(fleet: Fleet):
+    hidden = [path.read_text().strip() for path in fleet.secrets.glob("*") if path.suffix in ("", ".token")]
+    assert len(hidden) == 4  # Redis' password and three tokens
+    for container in fleet.containers():
+        shown = fleet.call(["docker", "inspect", container])
+        shown += fleet.call(["docker", "top", container, "-eo", "pid,args"])
+        assert not [secret for secret in hidden if secret in shown]
 
 
 def test_the_host_needs_a_certificate_and_a_token_of_the_right_role(fleet: Fleet):

@@ -87,6 +87,15 @@ def test_certs_names_what_is_wrong(tmp_path, capsys, arguments, words):
     assert not (tmp_path / "certs").exists()
 
 
+def test_certs_refuses_keys_for_everybody_in_a_folder_for_everybody(tmp_path, capsys):
+    folder = tmp_path / "certs"
+    folder.mkdir(mode=0o755)
+    assert main(["certs", str(folder), "--mode", "0644"]) == 2
+    assert "chmod 700" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+    assert main(["certs", str(folder)]) == 0
+
+
 @pytest.mark.parametrize("mode", ["0777", "0600x", "0666", "0004"])
 def test_certs_refuses_modes_that_let_others_write(tmp_path, capsys, mode):
     with pytest.raises(SystemExit):

@@ -26,8 +26,9 @@ _TOKEN_BYTES = 32
 def fill(folder: Path, *, hosts: Sequence[str], days: int, mode: int, force: bool) -> datetime.datetime:
     """Write the CA, certificates, keys, tokens and the list of tokens into `folder`; returns when they expire (UTC).
 
-    Every certificate is for its service's name, the loopback addresses and `hosts`. Private files get `mode`; the
-    folder itself is for its owner alone. Raises `InvalidArgument`, `AlreadyExists` without `force`, `Unavailable`.
+    Every certificate is for its service's name, the loopback addresses and `hosts`. Private files get `mode`, which
+    lets others read only where they cannot enter the folder; a new one is for its owner alone. Raises
+    `InvalidArgument`, `AlreadyExists` without `force`, `Unavailable`.
     """
     if not 1 <= days <= MAX_DAYS:
         raise InvalidArgument(f"--days is {days}; it must be between 1 and {MAX_DAYS}", field="days")
@@ -45,6 +46,12 @@ def fill(folder: Path, *, hosts: Sequence[str], days: int, mode: int, force: boo
         )
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if mode & 0o077 and folder.stat().st_mode & 0o077:
+            raise InvalidArgument(
+                f"others may enter {folder}, and with --mode {mode:04o} read the keys in it: chmod 700 {folder}, or "
+                "name a new folder",
+                field="mode",
+            )
         for name, data in private.items():
             _write(folder / name, data, 0o600 if name == "ca.key" else mode)
         for name, data in public.items():
