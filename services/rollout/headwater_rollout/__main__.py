@@ -22,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         credentials.use(config.security)
         check_bind(config.bind, config.security, insecure=config.insecure)  # now, not after minutes of loading
         if config.placement is not None:
+            from headwater_rollout.placement.cluster import import_ray
+
+            import_ray()
             from headwater_rollout.placement.run import place
 
             place(config, config.placement)

@@ -2,7 +2,10 @@
 
 import contextlib
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,33 +17,37 @@ from headwater_rollout.placement.config import Placement
 
 log = logging.getLogger(__name__)
 
+NAMESPACE = "headwater"
 _CONNECT_TIMEOUT_S = 10.0
+_JOIN_TIMEOUT_S = 60.0
+_JOIN = "import ray, sys; ray.init(sys.argv[1], namespace=sys.argv[2], configure_logging=False, log_to_driver=False)"
 _POLL_S = 1.0
+
+
+def import_ray() -> None:
+    """Import Ray, so that it hands on every line of the workers' logs. Raises `FailedPrecondition` without Ray."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise FailedPrecondition(
+            "--placement ray needs Ray: pip install 'headwater[ray]', of the version that the cluster has",
+            field="placement",
+        ) from error
 
 
 @contextlib.contextmanager
 def connected(address: str, router: str) -> Iterator[None]:
     """This process as a driver of the cluster. When it ends, however it ends, Ray ends its actors.
 
-    Raises `FailedPrecondition` without Ray, `Unavailable` without a cluster, and `InvalidArgument` for a router that
-    the machines of the cluster cannot reach.
+    Raises `Unavailable` without a cluster, and `InvalidArgument` for a router that its machines cannot reach.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise FailedPrecondition(
-            "--placement ray needs Ray: pip install 'headwater[ray]', of the version that the cluster has",
-            field="placement",
-        ) from error
+    import ray
+
     _check_answers(address)
-    try:
-        ray.init(address=address, namespace="headwater", configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise Unavailable(
-            f"the Ray cluster at --ray-address {address} cannot be joined: {error}\nThis process must run on a machine "
-            "of the cluster (`ray start --address HOST:PORT`), with its versions of Ray and Python",
-            field="ray_address",
-        ) from error
+    _try_to_join(address)
+    ray.init(address=address, namespace=NAMESPACE, configure_logging=False)
     try:
         _check_router(router)
         yield
@@ -102,7 +109,7 @@ def _amounts(resources: dict[str, float]) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself would try for minutes, and some of its versions end the process."""
+    """Say at once what Ray itself would say after minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -116,6 +123,22 @@ def _check_answers(address: str) -> None:
             "prints its address",
             field="ray_address",
         ) from error
+
+
+def _try_to_join(address: str) -> None:
+    """In a process of its own: `ray.init` has no deadline, and for some reasons ends the process that calls it."""
+    try:
+        command = [sys.executable, "-c", _JOIN, address, NAMESPACE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_JOIN_TIMEOUT_S, check=False)
+        problem = "" if done.returncode == 0 else (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+    except subprocess.TimeoutExpired:
+        problem = f"no answer of Ray's within {_JOIN_TIMEOUT_S:.0f} s"
+    if problem:
+        raise Unavailable(
+            f"the Ray cluster at --ray-address {address} cannot be joined: {problem}. This process must run on a "
+            "machine of the cluster (`ray start --address HOST:PORT`), with its versions of Ray and Python",
+            field="ray_address",
+        )
 
 
 def _check_router(router: str) -> None:
