@@ -136,7 +136,8 @@ def _try_to_join(address: str) -> None:
     if problem:
         raise Unavailable(
             f"the Ray cluster at --ray-address {address} cannot be joined: {problem}. This process must run on a "
-            "machine of the cluster (`ray start --address HOST:PORT`), with its versions of Ray and Python",
+            "machine of the cluster (`ray start --address HOST:PORT`), with its versions of Ray and "
+            'Python and, where it asks for them, its token and TLS files (docs/security.md, "Ray")',
             field="ray_address",
         )
 
