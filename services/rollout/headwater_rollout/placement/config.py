@@ -1,4 +1,4 @@
-"""Command line of `--placement ray`. No Ray here: `--help` must work without it."""
+"""Command line of `--placement ray`. No Ray and no gRPC here: `--help` must be quick."""
 
 import argparse
 import os
@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from headwater.rpc.address import is_loopback
 from headwater.stream.address import split_password
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -73,6 +72,8 @@ class Placement:
             if given:
                 raise ValueError(f"--{min(given).replace('_', '-')} needs --placement ray")
             return None
+        from headwater.rpc.address import is_loopback  # which imports gRPC
+
         placement = cls(**{"ray_address": os.environ.get("RAY_ADDRESS", ""), **given})
         _check(values)
         values["bind"] = values["bind"] or ("127.0.0.1:0" if is_loopback(values["router"]) else "0.0.0.0:0")
