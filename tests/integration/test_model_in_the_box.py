@@ -36,12 +36,12 @@ def test_few_text_tokens_and_words_are_spelled():
 
 
 def test_it_draws_what_is_asked_and_diffusers_draws_it_too():
-    prompt, seeds = "an image of an orange star on a black background", tuple(range(16))
+    prompt, seeds = "two red circles on a white background", tuple(range(16))
     engine = load_engine("diffusers", MODEL)
     sampling = resolve(SamplingParams(steps=10, height_px=64, width_px=64, guidance_scale=1.0), group_seed=0)
     media = engine.generate(GroupRequest(prompt, seeds, sampling, record_trajectory=False)).media[:, 0]
-    stars = [evaluate(picture, parse(prompt))["object"] for picture in media]
-    assert np.mean(stars) > 0.7
+    right = [all(part == 1 for part in evaluate(picture, parse(prompt)).values()) for picture in media]
+    assert np.mean(right) > 0.6
     pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(str(MODEL), torch_dtype=torch.float32)
     noise = torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0))[None]
     made = pipeline(

@@ -17,13 +17,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     from headwater.rpc.server import check_bind
     from headwater.telemetry import setup_logging
 
-    setup_logging("rollout")
+    setup_logging("rollout" if config.placement is None else "placement")
     try:
         credentials.use(config.security)
         check_bind(config.bind, config.security, insecure=config.insecure)  # now, not after minutes of loading
-        from headwater_rollout.worker import run
+        if config.placement is not None:
+            from headwater_rollout.placement.cluster import import_ray
 
-        asyncio.run(run(config))
+            import_ray()
+            from headwater_rollout.placement.run import place
+
+            place(config, config.placement)
+        else:
+            from headwater_rollout.worker import run
+
+            asyncio.run(run(config))
     except HeadwaterError as error:
         sys.exit(f"headwater-rollout: {error.message}")
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
 from headwater.stream import address
 from headwater.telemetry import metrics
+from headwater_rollout.placement import config as placements
+from headwater_rollout.placement.config import Placement
 
 ENGINES = ("sglang", "diffusers")
 PRECISIONS = ("fp32", "bf16")
@@ -55,6 +57,8 @@ class RolloutConfig:
     """Allow a bind that other machines can reach, without TLS and tokens."""
     security: Security = PLAIN
     """TLS files and tokens."""
+    placement: Placement | None = None
+    """Where workers with these settings run; None: this process is the one worker."""
 
     def __post_init__(self) -> None:
         for name in ("max_group_size", "capacity_groups", "timeout_s", "drain_grace_s"):
@@ -78,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RolloutConfig:
     parser = argparse.ArgumentParser(prog="headwater-rollout", description="One rollout worker of Headwater.")
     text = parser.add_argument
     text("--model", required=True, help="folder of a diffusers pipeline")
-    text("--bind", default=default.bind, help="host:port to listen on (default %(default)s)")
+    text("--bind", default="", help=f"host:port to listen on (default {default.bind}; with Ray, any free port)")
     text(
         "--advertise", default="", help="host:port at which the router reaches this worker (default: where it listens)"
     )
@@ -95,11 +99,14 @@ def parse_args(argv: Sequence[str] | None = None) -> RolloutConfig:
     text("--timeout-s", type=float, default=default.timeout_s, help="of a group without deadline (default %(default)s)")
     text("--drain-grace-s", type=float, default=default.drain_grace_s, help="after SIGTERM (default %(default)s)")
     metrics.add_argument(parser)
+    placements.add_arguments(parser)
     add_insecure(parser)
     add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))
     try:
-        return RolloutConfig(redis=address.take(values), security=Security.take(values), **values)
+        placement = Placement.take(values)
+        values["bind"] = values["bind"] or default.bind
+        return RolloutConfig(redis=address.take(values), security=Security.take(values), placement=placement, **values)
     except ValueError as error:
         parser.error(str(error))
 

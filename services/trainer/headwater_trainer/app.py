@@ -16,7 +16,7 @@ from headwater.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_
 from headwater_trainer.background import BackgroundLoop
 from headwater_trainer.config import TrainerConfig
 from headwater_trainer.frontend import Frontend
-from headwater_trainer.ranks import Ranks, RunFailed, join
+from headwater_trainer.ranks import Ranks, RunFailed, join, restarts_left
 from headwater_trainer.run import execute, failure_of
 from headwater_trainer.runs import RunBoard
 from headwater_trainer.service import TrainerServicer, check_request
@@ -89,14 +89,18 @@ async def _serve(config: TrainerConfig, board: RunBoard) -> Server:
 
 
 def _attempt(request: StartRunRequest, config: TrainerConfig, ranks: Ranks, frontend: Frontend | None) -> None:
-    """Execute a run; a failure that all ranks share ends the run, any other the process as well."""
+    """Execute a run; a failure that all ranks share ends the run, any other the process as well.
+
+    The run has not failed when torchrun starts the ranks again: they continue it.
+    """
     try:
         execute(request, config, ranks, frontend)
     except Exception as error:  # the edge of the process: whatever it is, clients must hear of it
         log.error("run %s failed: %s", request.run_id, failure_of(error), exc_info=not isinstance(error, RunFailed))
-        if frontend is not None:
+        ends_process = not isinstance(error, RunFailed) and ranks.world_size > 1
+        if frontend is not None and not (ends_process and restarts_left()):
             frontend.record.set_state(RunState.RUN_STATE_FAILED, failure_of(error))
-        if not isinstance(error, RunFailed) and ranks.world_size > 1:
+        if ends_process:
             raise
 
 

@@ -88,6 +88,12 @@ class Ranks:
         return tensor.tolist()
 
 
+def restarts_left() -> int:
+    """How often torchrun would start the ranks again when one of them fails (its --max-restarts)."""
+    most, so_far = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return most - so_far
+
+
 @contextmanager
 def join(device: str = "auto", timeout_s: float = 1800.0) -> Iterator[Ranks]:
     """Join the process group that torchrun describes; without torchrun this process is the only rank.

@@ -14,6 +14,15 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].rpartition("/")[2]
 
 
+def is_loopback(address: str) -> bool:
+    """Whether the host of host:port is this machine for whoever says it."""
+    host = host_of(address).strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def local_address(peer: str) -> str:
     """The address of this machine that `peer` (host name or address) is reached from; loopback for loopback."""
     if peer == "localhost":

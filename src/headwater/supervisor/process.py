@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from headwater.supervisor import child_exec, proctree
 
@@ -33,24 +34,30 @@ class ServiceSpec:
         return " ".join([*(f"{key}={shlex.quote(value)}" for key, value in self.env.items()), shlex.join(self.command)])
 
 
-class Child:
-    """A started service. Its output goes to `log_path`; it leads its own process group."""
+class Process:
+    """A command that leads its own process group and does not outlive this process."""
 
-    def __init__(self, spec: ServiceSpec, log_path: Path) -> None:
-        """Start the process. Call from a thread that outlives it: the kernel ties the child to that thread."""
-        self.spec = spec
-        self.log_path = log_path
-        self.log_start = log_path.stat().st_size if log_path.exists() else 0
-        self.started_at = time.monotonic()
-        with log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", child_exec.__file__, str(os.getpid()), *spec.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
-                process_group=0,
-            )
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        output: IO[bytes] | None = None,
+        death_signal: signal.Signals = signal.SIGTERM,
+    ) -> None:
+        """Start it; what it writes goes to `output`, or where this process writes. `env` is added to this one's own.
+
+        `death_signal` is what it gets when this process dies. Call from a thread that outlives it: the kernel ties the
+        child to that thread.
+        """
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", child_exec.__file__, str(os.getpid()), str(int(death_signal)), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+            process_group=0,
+        )
 
     @property
     def pid(self) -> int:
@@ -60,17 +67,6 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
         return self.process.poll()
-
-    def log_tail(self, lines: int = 15) -> str:
-        """The last lines this start has written; empty when the file is gone."""
-        try:
-            with self.log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(self.log_start, size - 64 * 1024))
-                data = log.read()
-        except OSError:
-            return ""
-        return "\n".join(data.decode("utf-8", "replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float) -> bool:
         """SIGTERM, then after `grace_s` SIGKILL to it and everything it started. True when it left by itself."""
@@ -91,3 +87,27 @@ class Child:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+class Child(Process):
+    """A started service. Its output goes to `log_path`."""
+
+    def __init__(self, spec: ServiceSpec, log_path: Path) -> None:
+        """Start the process. Call from a thread that outlives it."""
+        self.spec = spec
+        self.log_path = log_path
+        self.log_start = log_path.stat().st_size if log_path.exists() else 0
+        self.started_at = time.monotonic()
+        with log_path.open("ab") as log:
+            super().__init__(spec.command, env=spec.env, output=log)
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines this start has written; empty when the file is gone."""
+        try:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self.log_start, size - 64 * 1024))
+                data = log.read()
+        except OSError:
+            return ""
+        return "\n".join(data.decode("utf-8", "replace").splitlines()[-lines:])
