@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headwater.errors import InvalidArgument, Unavailable
-
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
@@ -45,6 +43,8 @@ def serve_metrics(
     """
     if not bind:
         return
+    from headwater.errors import InvalidArgument, Unavailable  # not above: it brings grpc, and --help needs none of it
+
     host, _, port = bind.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise InvalidArgument(f"--metrics-bind {bind!r} is not host:port, e.g. 127.0.0.1:9400", field="metrics_bind")
