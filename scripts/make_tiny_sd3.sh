@@ -9,7 +9,7 @@ began=$SECONDS
 note() { echo "== $1 ($((SECONDS - began)) s)"; }
 
 note "vae"
-python3 scripts/train_tiny_vae.py "$work/vae" --count "${VAE_COUNT:-100000}" --steps "${VAE_STEPS:-8000}" \
+python3 scripts/train_tiny_vae.py "$work/vae" --count "${VAE_COUNT:-100000}" --steps "${VAE_STEPS:-5000}" \
     --batch-size "${VAE_BATCH:-256}" --processes "${PROCESSES:-16}"
 note "skeleton"
 python3 -m headwater.diffusion.tiny_skeleton "$work/skeleton" --vae "$work/vae"
@@ -26,6 +26,6 @@ kill $trainer; wait $trainer || true
 
 note "scores"
 python3 scripts/score_tiny_geneval.py "$work"/runs/tiny-sd3/export/step_* --processes "${PROCESSES:-16}" \
-    --prompts recipes/prompts/tiny_geneval_eval.jsonl --per-prompt "${PER_PROMPT:-4}" --grid "$work/grids" \
+    --prompts recipes/prompts/tiny_geneval_eval.jsonl --per-prompt "${PER_PROMPT:-2}" --grid "$work/grids" \
     | tee "$work/scores.jsonl"
 note "done"
