@@ -152,8 +152,8 @@ async def test_a_recipe_gives_sampling_and_rewards(engine, executor, tmp_path, c
     assert (reward["name"], reward["params"]) == ("tiny-geneval", {"mode": "partial"})
     assert found["settings"]["sampling"]["steps"] == 3
     assert found["settings"]["sampling"]["height_px"] == 64
-    assert set(found["results"]) == {"overall", "all"}
-    assert found["results"]["overall"]["score"]["method"] == "t"
+    assert set(found["results"]) == {"overall", "colors"}  # the tag that the reward gives these prompts
+    assert found["results"]["overall"]["score"]["samples"] == 3
 
 
 async def test_a_prompt_that_cannot_be_judged_is_a_failure_and_the_others_count(engine, executor, tmp_path, capsys):

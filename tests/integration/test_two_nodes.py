@@ -88,7 +88,7 @@ class Nodes:
         deadline = time.monotonic() + timeout_s
         while True:
             assert time.monotonic() < deadline, self.logs()
-            run = self.stub.GetRun(GetRunRequest(run_id="r"), timeout=60, wait_for_ready=True).run
+            run = self.stub.GetRun(GetRunRequest(run_id="r"), timeout=120, wait_for_ready=True).run
             if run.state == RunState.RUN_STATE_SUCCEEDED:
                 return self.metrics()
             assert run.state != RunState.RUN_STATE_FAILED, self.logs()
