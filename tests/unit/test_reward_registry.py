@@ -11,6 +11,7 @@ from headwater_reward.rewards.color_shape import ColorShapeReward
 
 from headwater.errors import FailedPrecondition, NotFound
 
+IN_THE_BOX = ["color_shape", "jpeg_compressibility", "jpeg_incompressibility", "ocr", "tiny-geneval"]
 README = Path(__file__).parents[2] / "services" / "reward" / "README.md"
 
 
@@ -31,7 +32,7 @@ def foreign_package(tmp_path, monkeypatch):
 
 
 def test_all_installed_rewards_are_the_default():
-    assert [reward.name for reward in registry.create([])] == ["color_shape", "ocr", "tiny-geneval"]
+    assert [reward.name for reward in registry.create([])] == IN_THE_BOX
 
 
 def test_an_unknown_reward_names_the_nearest():
@@ -59,6 +60,6 @@ def test_a_reward_that_takes_the_name_of_another_is_refused(foreign_package):
 
 def test_a_reward_whose_packages_are_missing_is_left_out_unless_asked_for(monkeypatch):
     monkeypatch.setattr(ColorShapeReward, "requires", ("no_such_module",))
-    assert [reward.name for reward in registry.create([])] == ["ocr", "tiny-geneval"]
+    assert [reward.name for reward in registry.create([])] == IN_THE_BOX[1:]
     with pytest.raises(FailedPrecondition, match=r"needs no_such_module.*pip install"):
         registry.create(["color_shape"])

@@ -20,6 +20,8 @@ from headwater.errors import FailedPrecondition, HeadwaterError, InvalidArgument
 ENTRY_POINT_GROUP = "headwater.rewards"
 BUILT_IN: Mapping[str, str] = {
     "color_shape": "headwater_reward.rewards.color_shape:ColorShapeReward",
+    "jpeg_compressibility": "headwater_reward.rewards.jpeg:JpegCompressibilityReward",
+    "jpeg_incompressibility": "headwater_reward.rewards.jpeg:JpegIncompressibilityReward",
     "ocr": "headwater_reward.rewards.ocr:OcrReward",
     "tiny-geneval": "headwater_reward.rewards.tiny_geneval:TinyGenevalReward",
 }
