@@ -39,7 +39,7 @@ def test_nccl_updates_are_verified_and_fast(model, tmp_path):
 
 def test_the_whole_loop_learns_on_two_gpus(tmp_path):
     command = [sys.executable, "-m", "headwater.cli.main", "quickstart", "--port-base", "17500", "--run-dir",
-               str(tmp_path / "run"), "--rewards", "tiny-geneval", "--json"]  # fmt: skip
+               str(tmp_path / "run"), "--rewards", "color_shape", "--json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     print(done.stdout[-3000:], done.stderr[-3000:])
     assert done.returncode == 0

@@ -149,11 +149,11 @@ async def test_a_recipe_gives_sampling_and_rewards(engine, executor, tmp_path, c
         code, found = await cli(recipe, "--prompts", prompts, "--steps", 3, "--seed", 5, "--out", tmp_path / "out")
     assert code == 0, cli.err
     (reward,) = found["settings"]["rewards"]
-    assert (reward["name"], reward["params"]) == ("tiny-geneval", {"mode": "partial"})
+    assert (reward["name"], reward["params"]["shape_weight"]) == ("color_shape", 0.0)
     assert found["settings"]["sampling"]["steps"] == 3
     assert found["settings"]["sampling"]["height_px"] == 64
-    assert set(found["results"]) == {"overall", "colors"}  # the tag that the reward gives these prompts
-    assert found["results"]["overall"]["score"]["samples"] == 3
+    assert set(found["results"]) == {"overall", "all"}
+    assert found["results"]["overall"]["score"]["method"] == "t"
 
 
 async def test_a_prompt_that_cannot_be_judged_is_a_failure_and_the_others_count(engine, executor, tmp_path, capsys):

@@ -18,7 +18,6 @@ from PIL import Image
 from headwater.supervisor.proctree import descendants
 
 HEADWATER = [sys.executable, "-m", "headwater.cli.main"]
-SHORT = ["--steps", "8", "--eval-samples", "1", "train.groups_per_step=4", "train.group_size=8"]
 
 
 def free_port_base() -> int:
@@ -39,7 +38,7 @@ class Quickstart:
 
     def __init__(self, run_dir: Path, base: int) -> None:
         self.process = subprocess.Popen(
-            [*HEADWATER, "quickstart", "--run-dir", str(run_dir), "--port-base", str(base), "--json", *SHORT],
+            [*HEADWATER, "quickstart", "--run-dir", str(run_dir), "--port-base", str(base), "--json"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -80,7 +79,7 @@ class Quickstart:
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_quickstart_trains_serves_others_and_survives_the_loss_of_the_reward_server(tmp_path):
+def test_quickstart_learns_serves_others_and_survives_the_loss_of_the_reward_server(tmp_path):
     base = free_port_base()
     run_dir = tmp_path / "run"
     before = {proc.pid for proc in descendants(os.getpid())}
@@ -97,11 +96,9 @@ def test_quickstart_trains_serves_others_and_survives_the_loss_of_the_reward_ser
         if again is not None:
             again.terminate()
             again.wait(30)
-    assert tour.process.returncode in (0, 1), tour.text()
+    assert tour.process.returncode == 0, tour.text()
     assert left == set()
-    figures = json.loads(tour.lines[-1])
-    assert tour.process.returncode == int(not figures["accuracy_rises"])
-    check_figures(figures, run_dir)
+    check_figures(json.loads(tour.lines[-1]), run_dir)
 
 
 def submit_from_a_second_terminal(out: Path, base: int) -> None:
@@ -145,16 +142,15 @@ def command_line(pid: int) -> str:
 
 def check_figures(figures: dict, run_dir: Path) -> None:
     assert figures["state"] == "succeeded"
-    accuracy = figures["accuracy"]
-    assert 0.55 < accuracy["before"]["mean"] < 0.75  # of the model in the box; so short a run changes little
-    assert abs(accuracy["difference"]["mean"]) < 0.15
-    assert abs(accuracy["after"]["mean"] - accuracy["before"]["mean"] - accuracy["difference"]["mean"]) < 1e-9
-    assert figures["accuracy_rises"] == (accuracy["difference"]["ci95"][0] > 0)
-    assert accuracy["difference"]["samples"] == 240
-    assert figures["staleness_max"] <= 1.0
+    assert figures["reward_rises"]
+    assert figures["reward"]["z"] > 3.0
+    assert figures["picture_reward_after"] > figures["picture_reward_before"]
+    assert figures["log_prob_drift_max"] == 0.0
+    assert figures["staleness_max"] == 0.0
     assert figures["worker_weight_versions"]["rollout-0"][-1] == figures["steps"]
     assert figures["weight_version"] == figures["steps"]
     log = (run_dir / "logs" / "rollout-0.log").read_text()
-    versions = [int(version) for version in re.findall(r"weights run=run version=(\d+)", log)]
-    assert versions == list(range(figures["steps"] + 1))
+    versions = [int(version) for version in re.findall(r"run=run version=(\d+)", log)]
+    assert versions == sorted(versions)
+    assert set(range(figures["steps"])) <= set(versions)
     assert Image.open(figures["grid"]).width > 600

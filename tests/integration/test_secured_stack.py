@@ -50,11 +50,7 @@ class Secured:
     def __init__(self, files: Path, run_dir: Path, model: Path, redis_url: str) -> None:
         self.files, self.run_dir = files, run_dir
         options = StackOptions(
-            model=model,
-            engine="diffusers",
-            redis_url=redis_url,
-            port_base=free_port_base(),
-            rewards="color_shape,tiny-geneval",
+            model=model, engine="diffusers", redis_url=redis_url, port_base=free_port_base(), rewards="color_shape"
         )
         self.stacks = {
             name: Stack(replace(options, security=identity(files, name, role)), run_dir)

@@ -12,6 +12,7 @@ import pytest
 
 from headwater.cli import main as cli
 from headwater.cli.figures import summarize, trend
+from headwater.cli.pictures import Picture, save_grid
 from headwater.cli.progress import figures_line
 
 HEADWATER = [sys.executable, "-m", "headwater.cli.main"]
@@ -56,7 +57,7 @@ def test_parity_hands_all_its_arguments_on():
 
 def test_import_headwater_never_imports_torch():
     modules = (
-        "headwater, headwater.client, headwater.cli.quickstart, headwater.cli.eval, headwater.cli.follow, "
+        "headwater, headwater.client, headwater.cli.quickstart, headwater.cli.pictures, headwater.cli.follow, "
         "headwater.config.load, headwater.config.prompts, headwater.supervisor.stack, headwater.rpc.server, "
         "headwater.sampling, headwater.stream.scored, headwater.tensors.codec, headwater.tensors.blobs"
     )
@@ -185,3 +186,18 @@ def test_json_has_no_nan(capsys):
 
     print_json({"a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": 2}})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.0], "c": {"d": 2}}
+
+
+def test_the_grid_shows_both_sides(tmp_path):
+    from PIL import Image
+
+    def row(colour):
+        return [Picture(Image.new("RGB", (64, 64), colour), 0.5), Picture(Image.new("RGB", (64, 64), colour), None)]
+
+    save_grid({"a red circle": row("blue")}, {"a red circle": row("red")}, tmp_path / "grid.png", ("before", "after"))
+    pixels = Image.open(tmp_path / "grid.png").convert("RGB")
+    colours = {colour for _, colour in pixels.getcolors(1 << 20)}
+    assert {(0, 0, 255), (255, 0, 0)} <= colours
+    middle = pixels.width // 2
+    left = pixels.crop((0, 0, middle, pixels.height)).getcolors(1 << 20)
+    assert (255, 0, 0) not in {colour for _, colour in left}

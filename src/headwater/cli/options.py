@@ -41,7 +41,12 @@ def add_trainer(parser: argparse.ArgumentParser) -> None:
 def add_stack(parser: argparse.ArgumentParser) -> None:
     """The options of a stack of services on this machine."""
     group = parser.add_argument_group("services")
-    group.add_argument("--model", metavar="DIR", type=Path, help="pipeline folder; absent: the model in the box")
+    group.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="pipeline folder (default: the model in the box; of quickstart, a tiny random SD3)",
+    )
     group.add_argument("--engine", choices=("sglang", "diffusers"), default="sglang", help="rollout engine")
     group.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the rollout engine")
     group.add_argument("--rollout-workers", metavar="N", type=int, default=1, help="rollout processes (default 1)")
