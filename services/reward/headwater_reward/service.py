@@ -63,6 +63,13 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
             yield Figure("headwater_reward_waiting_items", "Items that wait for a reward", queue.waiting, own)
             yield Figure("headwater_reward_scored_items_total", "Items scored since start", queue.scored_items, own)
             yield Figure("headwater_reward_failed_items_total", "Items that got an error", queue.failed_items, own)
+            yield Figure(
+                "headwater_reward_oldest_wait_seconds",
+                "How long the oldest waiting item waits",
+                queue.oldest_wait_s,
+                own,
+            )
+            yield Figure("headwater_reward_wait_seconds_total", "Seconds that items waited", queue.waited_s, own)
             yield Figure("headwater_reward_scoring_seconds_total", "Seconds spent scoring", queue.scoring_s, own)
 
     async def ListRewards(
