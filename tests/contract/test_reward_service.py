@@ -69,7 +69,9 @@ async def serving_this(service, *rewards):
     await service.load()
     try:
         async with aio_channel(address) as channel:
-            yield rpc.RewardServiceStub(channel)
+            stub = rpc.RewardServiceStub(channel)
+            stub.channel = channel  # for calls with bytes of one's own
+            yield stub
     finally:
         for reward in rewards:
             if isinstance(reward, GatedReward):
