@@ -57,14 +57,21 @@ class ForgetfulReward(ColorShapeReward):
 
 @contextlib.asynccontextmanager
 async def serving(*rewards, **settings):
-    service = RewardService(rewards, RewardConfig(**settings))
+    async with serving_this(RewardService(rewards, RewardConfig(**settings)), *rewards) as stub:
+        yield stub
+
+
+@contextlib.asynccontextmanager
+async def serving_this(service, *rewards):
     server = Server("127.0.0.1:0", name="reward")
     server.add(rpc.add_RewardServiceServicer_to_server, service, "headwater.reward.v1.RewardService")
     address = await server.start()
     await service.load()
     try:
         async with aio_channel(address) as channel:
-            yield rpc.RewardServiceStub(channel)
+            stub = rpc.RewardServiceStub(channel)
+            stub.channel = channel  # for calls with bytes of one's own
+            yield stub
     finally:
         for reward in rewards:
             if isinstance(reward, GatedReward):
@@ -268,6 +275,27 @@ async def test_a_full_queue_refuses_the_group_as_a_whole_with_a_time_to_retry():
         assert len((await second).samples) == 2
         await stub.ScoreGroup(group(image, rewards=("another",)), timeout=20)
         assert other.seen == 1  # nothing of the refused groups was queued
+
+
+async def test_the_figures_tell_depth_and_waiting_time_of_each_queue():
+    gated, image = GatedReward(), png(draw("red", "circle"))
+    service = RewardService([gated, ColorShapeReward()], RewardConfig(max_batch=1))
+
+    def figure(name, reward="gated"):
+        (found,) = [each.value for each in service.figures() if each.name == name and each.labels["reward"] == reward]
+        return found
+
+    async with serving_this(service, gated) as stub:
+        call = asyncio.ensure_future(stub.ScoreGroup(group(image, image, image, rewards=("gated",)), timeout=20))
+        assert await asyncio.to_thread(gated.entered.wait, 10)
+        await asyncio.sleep(0.1)
+        assert figure("headwater_reward_waiting_items") == 2
+        assert figure("headwater_reward_oldest_wait_seconds") >= 0.1
+        assert figure("headwater_reward_oldest_wait_seconds", "color_shape") == 0
+        gated.gate.set()
+        await call
+        assert figure("headwater_reward_waiting_items") == figure("headwater_reward_oldest_wait_seconds") == 0
+        assert 0.2 <= figure("headwater_reward_wait_seconds_total") < 20
 
 
 async def test_a_call_ends_at_its_deadline_and_what_waited_is_not_scored():

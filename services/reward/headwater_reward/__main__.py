@@ -18,7 +18,7 @@ async def serve(config: RewardConfig) -> None:
     from headwater_reward import registry
     from headwater_reward.service import RewardService
 
-    service = RewardService(registry.create(config.rewards), config)
+    service = RewardService(registry.create(config.rewards, config.settings), config)
     server = Server(config.bind, name="reward", insecure=config.insecure, connection_age_s=CONNECTION_AGE_S)
     full_name = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, service, full_name)

@@ -64,7 +64,7 @@ class RewardQueue:
         self._item_s = 0.1  # running mean of the seconds per item, for retry_after
         self._thread: threading.Thread | None = None
         self.scored_items = self.failed_items = 0
-        self.scoring_s = 0.0
+        self.scoring_s = self.waited_s = 0.0
 
     def start(self, threads: int) -> "Future[None]":
         """Load the reward in its own thread; the future ends when it is ready or has failed."""
@@ -80,6 +80,14 @@ class RewardQueue:
     def waiting(self) -> int:
         """Items that wait."""
         return len(self._entries)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """Seconds that the oldest waiting item has waited; 0 when none waits."""
+        try:
+            return time.monotonic() - self._entries[0].enqueued_at
+        except IndexError:  # also when the reward's thread took it just now
+            return 0.0
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new items, score what waits, end the thread. False when it has not ended after `timeout_s`."""
@@ -186,6 +194,7 @@ class RewardQueue:
         self.failed_items += (failed := sum(isinstance(result, HeadwaterError) for result in results))
         self.scored_items += len(batch) - failed
         self.scoring_s += took_s
+        self.waited_s += sum(started - entry.enqueued_at for entry in batch)
         self._item_s += 0.2 * (took_s / len(batch) - self._item_s)
         log.debug("batch reward=%s items=%d seconds=%.3f", self.reward.name, len(batch), took_s)
         for entry, result in zip(batch, results, strict=True):

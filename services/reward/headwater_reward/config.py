@@ -2,8 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from headwater.rpc.security import PLAIN, Security, add_arguments, add_insecure
 from headwater.telemetry import metrics
@@ -16,7 +16,9 @@ class RewardConfig:
     bind: str = "127.0.0.1:7401"
     """host:port to listen on; port 0 takes any free one."""
     rewards: tuple[str, ...] = ()
-    """Rewards to host; none named: all whose packages are installed."""
+    """Rewards to host; none named: all whose packages are installed and that need no settings."""
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Settings by reward and key, e.g. {"pickscore": {"model": "/models/pickscore"}}."""
     max_batch: int = 16
     """Most items that a reward scores at once."""
     max_wait_ms: float = 5.0
@@ -39,12 +41,12 @@ class RewardConfig:
     """TLS files and tokens."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("max_batch", "queue_limit", "threads") and value < 1:
-                raise ValueError(f"{_flag(field.name)} is {value}; it must be at least 1")
-            if field.name.endswith("_s") and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{_flag(field.name)} is {value}; it must be a finite number above 0")
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name in ("max_batch", "queue_limit", "threads") and value < 1:
+                raise ValueError(f"{_flag(name)} is {value}; it must be at least 1")
+            if name.endswith("_s") and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{_flag(name)} is {value}; it must be a finite number above 0")
         if not (math.isfinite(self.max_wait_ms) and 0 <= self.max_wait_ms <= 60_000):
             raise ValueError(f"--max-wait-ms is {self.max_wait_ms}; it must be between 0 and 60000")
 
@@ -55,6 +57,10 @@ def parse_args(argv: Sequence[str] | None = None) -> RewardConfig:
     default = RewardConfig()
     parser.add_argument("--bind", default=default.bind, help="host:port to listen on (default %(default)s)")
     parser.add_argument("--rewards", type=_names, default=(), help="comma-separated names (default: all installed)")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="REWARD.KEY=VALUE",
+        help="a setting of a reward, e.g. pickscore.model=FOLDER; may be repeated (docs/rewards.md)",
+    )  # fmt: skip
     numbers: tuple[tuple[str, type, str], ...] = (
         ("max_batch", int, "most items scored at once"),
         ("max_wait_ms", float, "how long an item may wait for company"),
@@ -73,6 +79,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RewardConfig:
     add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))
     try:
+        values["settings"] = _settings(values["settings"])
         return RewardConfig(security=Security.take(values), **values)
     except ValueError as error:
         parser.error(str(error))
@@ -80,6 +87,19 @@ def parse_args(argv: Sequence[str] | None = None) -> RewardConfig:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _settings(words: Sequence[str]) -> dict[str, dict[str, str]]:
+    settings: dict[str, dict[str, str]] = {}
+    for word in words:
+        path, equals, value = word.partition("=")
+        name, dot, key = path.partition(".")
+        if not (name and dot and key and equals):
+            raise ValueError(f"--set {word!r} is not REWARD.KEY=VALUE, e.g. pickscore.model=/models/pickscore")
+        if key in settings.setdefault(name, {}):
+            raise ValueError(f"--set {path} is given twice; give it once")
+        settings[name][key] = value
+    return settings
 
 
 def _flag(name: str) -> str:

@@ -6,6 +6,7 @@ A reward is one class. Built-in ones are listed below; packages add theirs with 
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,14 +18,22 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headwater.errors import FailedPrecondition, HeadwaterError, InvalidArgument, NotFound
 
+log = logging.getLogger(__name__)
+
 ENTRY_POINT_GROUP = "headwater.rewards"
 BUILT_IN: Mapping[str, str] = {
+    "aesthetic": "headwater_reward.rewards.clip_rewards:AestheticReward",
+    "clipscore": "headwater_reward.rewards.clip_rewards:ClipScoreReward",
     "color_shape": "headwater_reward.rewards.color_shape:ColorShapeReward",
+    "hpsv2": "headwater_reward.rewards.clip_rewards:HpsV2Reward",
     "jpeg_compressibility": "headwater_reward.rewards.jpeg:JpegCompressibilityReward",
     "jpeg_incompressibility": "headwater_reward.rewards.jpeg:JpegIncompressibilityReward",
     "ocr": "headwater_reward.rewards.ocr:OcrReward",
+    "pickscore": "headwater_reward.rewards.clip_rewards:PickScoreReward",
     "tiny-geneval": "headwater_reward.rewards.tiny_geneval:TinyGenevalReward",
 }
+LEARNED_MODULES = frozenset({"torch", "transformers", "safetensors"})
+"""What the extra `reward-models` brings; every other module comes with the extra `reward`."""
 
 
 class RewardParams(BaseModel):
@@ -100,33 +109,58 @@ def known() -> dict[str, EntryPoint]:
     return dict(sorted(found.items()))
 
 
-def create(names: Sequence[str]) -> list[Reward]:
-    """The named rewards, not yet loaded, sorted by name. No names: all whose packages are installed.
+def create(names: Sequence[str], settings: Mapping[str, Mapping[str, str]] | None = None) -> list[Reward]:
+    """The named rewards, not yet loaded, sorted by name. No names: all that need no settings and have their packages.
 
-    Raises `NotFound` for an unknown name, `FailedPrecondition` when a package is missing or nothing can be hosted.
+    A class with a `settings_model` is made with it, filled from `settings[name]`: models, devices, addresses of this
+    server. Raises `NotFound` for an unknown name, `InvalidArgument` for a wrong setting, `FailedPrecondition` when a
+    package is missing or nothing can be hosted.
     """
-    declared = known()
-    for name in names:
+    declared, settings = known(), settings or {}
+    for name in [*names, *settings]:
         if name not in declared:
             raise NotFound(f"no reward is named {name!r}; {suggestion(name, declared)}", reason="REWARD_UNKNOWN")
     rewards: list[Reward] = []
     for name in sorted(set(names) or declared):
-        reward = declared[name].load()()
-        missing = [module for module in reward.requires if importlib.util.find_spec(module) is None]
-        if not missing:
-            rewards.append(reward)
+        reward_class = declared[name].load()
+        if not names and name not in settings and hasattr(reward_class, "settings_model"):
+            continue
+        remedy = _missing(reward_class)
+        if not remedy:
+            rewards.append(_make(name, reward_class, settings.get(name, {})))
         elif names:
-            raise FailedPrecondition(
-                f"reward {name!r} needs {', '.join(missing)}, which is not installed; "
-                "install the extra that brings it, e.g. pip install 'headwater[reward]'",
-                reason="REWARD_NOT_INSTALLED",
-            )
+            raise FailedPrecondition(f"reward {name!r} {remedy}", reason="REWARD_NOT_INSTALLED")
+        else:
+            log.warning("reward left out: %r %s", name, remedy)
     if not rewards:
         raise FailedPrecondition(
             "no reward can be hosted: none has its packages installed; run pip install 'headwater[reward]'",
             reason="REWARD_NOT_INSTALLED",
         )
     return rewards
+
+
+def _missing(reward_class: type[Reward]) -> str:
+    """What is not installed and what brings it; empty when all is."""
+    missing = [module for module in reward_class.requires if importlib.util.find_spec(module) is None]
+    if not missing:
+        return ""
+    extra = "reward-models" if LEARNED_MODULES & set(missing) else "reward"
+    return (
+        f"needs {', '.join(missing)}, which is not installed; install the extra that brings it, e.g. "
+        f"pip install 'headwater[{extra}]'"
+    )
+
+
+def _make(name: str, reward_class: Any, settings: Mapping[str, str]) -> Reward:
+    if hasattr(reward_class, "settings_model"):
+        reward: Reward = reward_class(parse_params(reward_class.settings_model, settings, field=f"--set {name}"))
+        return reward
+    if settings:
+        key = next(iter(settings))
+        raise InvalidArgument(f"--set {name}.{key}: reward {name!r} has no settings", field=f"--set {name}.{key}")
+    reward = reward_class()
+    return reward
 
 
 def parse_params(model: type[RewardParams], values: Mapping[str, Any], *, field: str) -> RewardParams:
@@ -138,6 +172,8 @@ def parse_params(model: type[RewardParams], values: Mapping[str, Any], *, field:
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             what = f"is unknown; {suggestion(key, model.model_fields)}"
+        elif first["type"] == "missing":
+            what = f"is missing; it is {model.model_fields[key].description}"
         else:
             what = f"is {first['input']!r}: {first['msg']}"
         path = f"{field}.{key}" if key else field

@@ -63,6 +63,13 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
             yield Figure("headwater_reward_waiting_items", "Items that wait for a reward", queue.waiting, own)
             yield Figure("headwater_reward_scored_items_total", "Items scored since start", queue.scored_items, own)
             yield Figure("headwater_reward_failed_items_total", "Items that got an error", queue.failed_items, own)
+            yield Figure(
+                "headwater_reward_oldest_wait_seconds",
+                "How long the oldest waiting item waits",
+                queue.oldest_wait_s,
+                own,
+            )
+            yield Figure("headwater_reward_wait_seconds_total", "Seconds that items waited", queue.waited_s, own)
             yield Figure("headwater_reward_scoring_seconds_total", "Seconds spent scoring", queue.scoring_s, own)
 
     async def ListRewards(
@@ -114,7 +121,7 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
             raise InvalidArgument(
                 f"prompt has {len(request.prompt)} characters; at most {MAX_PROMPT_CHARS} are accepted", field="prompt"
             )
-        metadata, jobs, seen = _to_dict(request.metadata), [], set[str]()
+        metadata, jobs, seen = _to_dict(request.metadata, "metadata"), [], set[str]()
         for i, spec in enumerate(request.rewards):
             if spec.name in seen:
                 raise InvalidArgument(
@@ -122,7 +129,9 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
                 )
             seen.add(spec.name)
             queue = self._queue(spec.name, f"rewards[{i}].name")
-            params = parse_params(queue.reward.params_model, _to_dict(spec.params), field=f"rewards[{i}].params")
+            params = parse_params(
+                queue.reward.params_model, _to_dict(spec.params, f"rewards[{i}].params"), field=f"rewards[{i}].params"
+            )
             accepts_video = queue.reward.accepts_video
             jobs.append((queue, [
                 PendingItem(
@@ -185,5 +194,8 @@ def _info(reward: Reward) -> pb.RewardInfo:
     return info
 
 
-def _to_dict(struct: Struct) -> dict[str, Any]:
-    return json_format.MessageToDict(struct)
+def _to_dict(struct: Struct, field: str) -> dict[str, Any]:
+    try:
+        return json_format.MessageToDict(struct)
+    except (ValueError, json_format.Error, RecursionError) as error:
+        raise InvalidArgument(f"{field} is no JSON object: {error}; its numbers must be finite", field=field) from None
