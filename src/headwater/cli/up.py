@@ -49,6 +49,6 @@ def _welcome(stack: "Stack") -> str:
     return (
         f"Headwater is up.\n{addresses}\n\nIn a second terminal:\n"
         f'  headwater submit "a red circle" -n 4 --out out{router}\n'
-        f"  headwater train recipes/quickstart.toml{router}{trainer}\n"
+        f"  headwater train recipes/tiny-geneval-cpu.toml{router}{trainer}\n"
         f"  headwater status --watch{router}{trainer}\n\nCtrl-C stops all services."
     )
