@@ -135,4 +135,6 @@ def describe(groups: Groups, dropped: int, step: int, recipe: Recipe) -> Mapping
     values["zero_variance/share"] = (flat + dropped) / (len(groups) + dropped)
     ages = [max(0, step - sample.first_step_version.step) for group in groups for sample in group.samples]
     values["staleness/mean"], values["staleness/max"] = sum(ages) / len(ages), float(max(ages))
+    for age in range(recipe.train.staleness_bound + 1):
+        values[f"staleness/share_{age}"] = ages.count(age) / len(ages)
     return values

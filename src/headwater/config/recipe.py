@@ -265,7 +265,7 @@ class Recipe(Section):
     lora: LoraSection | None = None
     """Adapters; absent: full fine-tune."""
     ema: EmaSection | None = None
-    """A moving average of the weights; for sft only."""
+    """A moving average of the weights: for sft, and for objective.kl_reference "ema"."""
     pictures: PicturesSection = PicturesSection()
     """Grids of pictures; for sft only."""
     export: ExportSection = ExportSection()
@@ -280,6 +280,11 @@ class Recipe(Section):
         """The parameters of training rollouts: with stochastic steps when the objective learns from them."""
         return self.sampling.to_proto() if self.objective.stochastic else self.sampling.to_ode_proto()
 
+    @property
+    def levels_per_sample(self) -> int:
+        """At how many noise levels of the rollout's grid a forward-process objective trains a sample."""
+        return self.objective.sigmas_per_sample or max(1, 99 * self.sampling.steps // 100)
+
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
         check_keys(self, self.objective.name)
@@ -291,6 +296,7 @@ class Recipe(Section):
                 field="objective.sigmas_per_sample",
                 reason="RECIPE_INVALID",
             )
+        _check_reference(self.objective, self.ema)
         try:
             sampling_rules.resolve(self.rollout_sampling(), group_seed=0)
         except InvalidArgument as e:
@@ -320,3 +326,27 @@ class Recipe(Section):
                 reason="RECIPE_INVALID",
             )
         return self
+
+
+def _check_reference(objective: ObjectiveSection, ema: EmaSection | None) -> None:
+    """A KL needs its reference, and a moving average somebody who reads it."""
+    if objective.name == "sft":
+        return
+    if objective.kl_reference == "ema" and ema is None:
+        raise InvalidArgument(
+            "objective.kl_reference is 'ema' and there is no moving average; add [ema] to the recipe",
+            field="objective.kl_reference",
+            reason="RECIPE_INVALID",
+        )
+    if objective.kl_reference == "ema" and objective.kl_coef == 0:
+        raise InvalidArgument(
+            "objective.kl_reference is 'ema' and objective.kl_coef is 0, so no KL is taken; set objective.kl_coef",
+            field="objective.kl_coef",
+            reason="RECIPE_INVALID",
+        )
+    if ema is not None and objective.kl_reference != "ema":
+        raise InvalidArgument(
+            f"objective {objective.name!r} has no use for ema; leave it out, or set objective.kl_reference = 'ema'",
+            field="ema",
+            reason="RECIPE_INVALID",
+        )
