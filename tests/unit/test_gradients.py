@@ -8,6 +8,7 @@ from headwater_trainer.forward_pairs import ForwardBatch
 from headwater_trainer.model import Policy
 from headwater_trainer.objectives import make_objective
 from headwater_trainer.objectives.sft import Sft, noisy
+from headwater_trainer.preference_pairs import PreferenceBatch
 from headwater_trainer.transition_pairs import TransitionBatch
 
 from headwater.config.load import parse_recipe
@@ -150,6 +151,18 @@ def test_nft(adaptive):
     torch.testing.assert_close(found.loss.mean(), loss())
     check(new, lambda: outcome(adaptive).loss.mean(), numerically=loss)
     assert all(parameter.grad is None for parameter in old.parameters())
+
+
+@pytest.mark.parametrize("beta", [1.0, 30.0])
+def test_dpo(beta):
+    objective, policy = make_objective(parse_recipe(RECIPE + f'name = "dpo"\ndpo_beta = {beta}\n')), make_policy()
+    batch = forward_batch()
+    pairs = PreferenceBatch(
+        **{field.name: getattr(batch, field.name) for field in fields(PreferenceBatch) if field.name != "weight"},
+        weight=torch.ones(PAIRS // 2),
+    )
+    check(policy.module, lambda: objective.terms(policy, pairs).loss.mean())
+    assert all(parameter.grad is None for parameter in policy.reference_copy.parameters())
 
 
 def test_sft():

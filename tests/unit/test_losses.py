@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from headwater.diffusion.losses import awm_log_likelihood, flow_grpo_loss, kl_to_reference, mean_per_sample, nft_loss
+from headwater.diffusion.losses import (
+    awm_log_likelihood,
+    dpo_loss,
+    flow_grpo_loss,
+    kl_to_reference,
+    mean_per_sample,
+    nft_loss,
+)
 
 
 def loss_at(difference, advantage, clip=0.1):
@@ -84,3 +91,12 @@ def test_the_mean_per_sample_is_over_all_other_dimensions():
 def test_an_awm_weighting_that_is_unknown_is_refused():
     with pytest.raises(ValueError, match="use one of uniform, linear, quadratic, ghuber"):
         awm_log_likelihood(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1), "cubic")
+
+
+def test_dpo_begins_undecided_and_lowers_the_error_of_the_preferred_latent():
+    error = torch.tensor([0.5, 0.7], requires_grad=True)
+    outcome = dpo_loss(error, error.detach().clone(), beta=4.0)
+    outcome.loss.sum().backward()
+    assert outcome.margin.item() == 0.0
+    assert outcome.loss.item() == pytest.approx(0.693147, abs=1e-6)
+    assert error.grad.tolist() == [1.0, -1.0]

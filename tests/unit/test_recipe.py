@@ -136,6 +136,25 @@ def test_a_kl_to_a_moving_average_needs_a_weight_and_the_average(tmp_path):
     assert not recipe.rollout_sampling().HasField("transition")
 
 
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("objective.kl_coef=0.1", "objective.kl_coef", "read by flow_grpo, nft, awm"),
+        ("objective.beta=0.1", "objective.beta", "read by nft"),
+        ("objective.combine=gdpo", "objective.combine", "no use"),
+        ("objective.pairs_per_group=3", "objective.pairs_per_group", "at most 2 pairs"),
+        ("filters=[]", "filters", "zero_variance"),
+        ("ema.max_decay=0.9", "ema", "no use for ema"),
+    ],
+)
+def test_dpo_refuses_what_it_has_no_use_for(tmp_path, override, field, words):
+    assert minimal(tmp_path, "objective.name=dpo").objective.needs_initial_policy
+    with pytest.raises(InvalidArgument) as e:
+        minimal(tmp_path, "objective.name=dpo", override)
+    assert e.value.field == field
+    assert words in e.value.message
+
+
 def test_nft_rolls_out_by_the_ode_also_in_one_step_and_survives_being_written_out(tmp_path):
     recipe = minimal(tmp_path, "objective.name=nft", "sampling.steps=1", "objective.kl_coef=0.1")
     assert not recipe.rollout_sampling().HasField("transition")

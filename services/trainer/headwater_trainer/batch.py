@@ -74,7 +74,10 @@ def _own_samples(groups: Groups, update_count: int, ranks: Ranks) -> list[list[i
 def _filler(usable: Groups, shares: Sequence[Sequence[TrainPair]], pairs_of: PairsOf) -> TrainPair | None:
     if not usable:
         return None
-    return next((pair for share in shares for pair in share), None) or pairs_of(usable[0], [0])[0]
+    return (
+        next((pair for share in shares for pair in share), None)
+        or pairs_of(usable[0], range(len(usable[0].samples)))[0]
+    )
 
 
 def train_rewards(group: ScoredGroup) -> dict[str, list[float]]:

@@ -63,7 +63,7 @@ def stack(pairs: Sequence[ForwardPair], weight: float, device: torch.device) -> 
     """Noise and stack pairs into one batch on `device`, each of `weight`. Noise is drawn on the CPU."""
     fields = stacked(pairs, weight, device)
     x0 = torch.stack([pair.x0 for pair in pairs]).to(device)
-    noise = torch.stack([_noise(pair) for pair in pairs]).to(device)
+    noise = torch.stack([drawn_noise(pair) for pair in pairs]).to(device)
     old = [pair.log_likelihood_old for pair in pairs if pair.log_likelihood_old is not None]
     return ForwardBatch(
         latent=noised(x0, noise, fields["sigma"]),
@@ -86,5 +86,6 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _noise(pair: ForwardPair) -> Tensor:
+def drawn_noise(pair: ForwardPair) -> Tensor:
+    """The noise of a pair, fp32 like its latent, on the CPU."""
     return torch.randn(pair.x0.shape, generator=torch.Generator().manual_seed(pair.noise_seed))

@@ -8,8 +8,9 @@ from pydantic import BaseModel
 from headwater.config.section import NotNegativeFloat, Positive, PositiveFloat, Section
 from headwater.errors import InvalidArgument
 
-ObjectiveName = Literal["flow_grpo", "nft", "awm", "sft"]
-_ROLLOUT: tuple[ObjectiveName, ...] = ("flow_grpo", "nft", "awm")
+ObjectiveName = Literal["flow_grpo", "nft", "awm", "dpo", "sft"]
+_ADVANTAGE: tuple[ObjectiveName, ...] = ("flow_grpo", "nft", "awm")
+_ROLLOUT: tuple[ObjectiveName, ...] = (*_ADVANTAGE, "dpo")
 
 # Keys that not every objective reads. A recipe may write them out, but not change them, for any other.
 _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
@@ -24,19 +25,21 @@ _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "objective.max_log_prob_drift": ("flow_grpo",),
     "objective.beta": ("nft",),
     "objective.old_decay": ("nft",),
-    "objective.sigmas_per_sample": ("nft", "awm"),
+    "objective.sigmas_per_sample": ("nft", "awm", "dpo"),
+    "objective.dpo_beta": ("dpo",),
+    "objective.pairs_per_group": ("dpo",),
     "objective.weighting": ("awm",),
     "objective.sigma_distribution": ("sft",),
-    "objective.adv_clip": _ROLLOUT,
-    "objective.kl_coef": _ROLLOUT,
-    "objective.kl_reference": _ROLLOUT,
-    "objective.std_normalization": _ROLLOUT,
-    "objective.global_std": _ROLLOUT,
-    "objective.ddof": _ROLLOUT,
-    "objective.combine": _ROLLOUT,
+    "objective.adv_clip": _ADVANTAGE,
+    "objective.kl_coef": _ADVANTAGE,
+    "objective.kl_reference": _ADVANTAGE,
+    "objective.std_normalization": _ADVANTAGE,
+    "objective.global_std": _ADVANTAGE,
+    "objective.ddof": _ADVANTAGE,
+    "objective.combine": _ADVANTAGE,
     "rewards": _ROLLOUT,
     "data": ("sft",),
-    "ema": ("sft", *_ROLLOUT),
+    "ema": ("sft", *_ADVANTAGE),
 }
 _NEEDS: Mapping[ObjectiveName, str] = dict.fromkeys(_ROLLOUT, "rewards") | {"sft": "data"}
 
@@ -65,7 +68,11 @@ class ObjectiveSection(Section):
     old_decay: Literal["zero", "ramp", "late_ramp"] = "ramp"
     """nft: decay of the old policy after n updates: 0, min(0.001 n, 0.5), or min(0.0075 (n - 75), 0.999) for n > 75."""
     sigmas_per_sample: Positive | None = None
-    """nft, awm: noise levels of the sampling grid at which a sample is trained; absent: floor(0.99 steps), or 1."""
+    """nft, awm, dpo: levels of the grid at which a sample, or pair, is trained; absent: floor(0.99 steps), or 1."""
+    dpo_beta: PositiveFloat = 2000.0
+    """dpo: how strongly the loss is tied to the initial policy; high values keep the policy near it."""
+    pairs_per_group: Positive = 1
+    """dpo: pairs made of a group: best and worst, then second best and second worst, and so on."""
     weighting: Literal["uniform", "linear", "quadratic", "ghuber"] = "uniform"
     """awm: weight of the matching loss by noise level: 1, sigma, sigma^2, or sigma with a fourth root of the loss."""
     std_normalization: bool = True
@@ -92,7 +99,7 @@ class ObjectiveSection(Section):
     @property
     def needs_initial_policy(self) -> bool:
         """Whether the loss compares with the policy that the run began with."""
-        return self.kl_coef > 0 and self.kl_reference == "initial"
+        return self.name == "dpo" or (self.kl_coef > 0 and self.kl_reference == "initial")
 
 
 def check_keys(recipe: BaseModel, objective: ObjectiveName) -> None:

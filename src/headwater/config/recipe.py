@@ -304,6 +304,22 @@ class Recipe(Section):
             raise InvalidArgument(e.message.replace(e.field, key, 1), field=key, reason="RECIPE_INVALID") from e
         return self
 
+    def _check_preferences(self) -> None:
+        most = self.train.group_size // 2
+        if self.objective.pairs_per_group > most:
+            raise InvalidArgument(
+                f"objective.pairs_per_group is {self.objective.pairs_per_group}; a group of train.group_size = "
+                f"{self.train.group_size} samples has at most {most} pairs",
+                field="objective.pairs_per_group",
+                reason="RECIPE_INVALID",
+            )
+        if "zero_variance" not in self.filters:
+            raise InvalidArgument(
+                "filters lack 'zero_variance'; objective 'dpo' can make no pair of samples that score alike",
+                field="filters",
+                reason="RECIPE_INVALID",
+            )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.supervised:
@@ -319,6 +335,8 @@ class Recipe(Section):
                 field="rewards",
                 reason="RECIPE_INVALID",
             )
+        if self.objective.name == "dpo":
+            self._check_preferences()
         if self.train.group_size == 1 and ("zero_variance" in self.filters or self.objective.ddof == 1):
             raise InvalidArgument(
                 "train.group_size is 1, whose rewards have no variance: every group would be dropped; use at least 2",

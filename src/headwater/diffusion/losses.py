@@ -98,6 +98,25 @@ def _x0_error(velocity: Tensor, latent: Tensor, x0: Tensor, level: Tensor, adapt
     return mean_per_sample(error**2)
 
 
+@dataclass(frozen=True)
+class DpoLoss:
+    """Outcome of the DPO loss; only `loss` carries a gradient."""
+
+    loss: Tensor  # [B], to be averaged over the pairs of the whole batch
+    margin: Tensor  # [B], inside the sigmoid: above 0 where the policy prefers as the rewards do, 0 at the reference
+
+
+def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> DpoLoss:
+    """Diffusion-DPO (arXiv 2311.12908, eq. 14): -log sigmoid(-beta / 2 ((e_w - ref_w) - (e_l - ref_l))).
+
+    `error` and `reference_error` [2 B] are mean squared errors of the velocity, of the preferred latents and then of
+    the others, both at the same noise and level. The gradient flows to `error` alone.
+    """
+    (chosen, rejected), (chosen_ref, rejected_ref) = error.chunk(2), reference_error.detach().chunk(2)
+    margin = -0.5 * beta * ((chosen - rejected) - (chosen_ref - rejected_ref))
+    return DpoLoss(-torch.nn.functional.logsigmoid(margin), margin.detach())
+
+
 AwmWeighting = Literal["uniform", "linear", "quadratic", "ghuber"]
 
 
