@@ -89,13 +89,18 @@ def store(tmp_path):
 NFT = '[objective]\nname = "nft"\nkl_coef = 0.1\n'
 
 
+AWM = '[objective]\nname = "awm"\nclip_range = 1e-3\nsigmas_per_sample = 2\n'
+DPO = '[objective]\nname = "dpo"\nsigmas_per_sample = 2\n'
+FINAL_ONLY = ('name = "nft"', 'name = "awm"', 'name = "dpo"')  # objectives that roll out by the ODE
+
+
 def recipe_text(model, steps=1, updates_per_batch=1):
     return RECIPE.format(model=model, steps=steps, updates=updates_per_batch)
 
 
 def make_trainer(text, model, store, ranks, change=lambda groups: None, *, steps=1, updates_per_batch=1):
     base = recipe_text(model, steps, updates_per_batch)
-    base = base.replace("window_size = 2\n", "") if NFT in text else base
+    base = base.replace("window_size = 2\n", "") if any(name in text for name in FINAL_ONLY) else base
     recipe = parse_recipe(base + text)
     groups = make_groups(recipe, store, "run", 2)
     change(groups)
@@ -109,7 +114,9 @@ def make_trainer(text, model, store, ranks, change=lambda groups: None, *, steps
     return t, source, notices, reports
 
 
-@pytest.mark.parametrize(("text", "pairs"), [(LORA, 12), ("", 12), (NFT + LORA, 24), (NFT, 24)])
+@pytest.mark.parametrize(
+    ("text", "pairs"), [(LORA, 12), ("", 12), (NFT + LORA, 24), (NFT, 24), (AWM, 12), (DPO + LORA, 4), (DPO, 4)]
+)
 def test_a_step_changes_what_it_publishes_and_nothing_else(text, pairs, model, store, ranks):
     t, _, notices, reports = make_trainer(text, model, store, ranks)
     before_changed, before_all = t.policy.changed_weights(), t.policy.all_weights()
@@ -186,6 +193,70 @@ def test_nft_groups_hold_final_latents_only_and_old_ones_are_welcome(model, stor
     assert train(t)
     assert notices == []
     assert reports[0]["staleness/max"] == 3
+    assert reports[0]["staleness/share_0"] == 0
+
+
+def test_the_ratio_of_awm_is_to_the_policy_before_the_step(model, store, ranks):
+    t, _, notices, reports = make_trainer(AWM, model, store, ranks, updates_per_batch=2)
+    seen = []
+    terms = t.objective.terms
+    t.objective.terms = lambda policy, batch: seen.append(terms(policy, batch)) or seen[-1]
+    assert train(t)
+    assert notices == []
+    first, second = seen[0].means["ratio/mean"], seen[-1].means["ratio/mean"]
+    assert bool((first == 1).all())
+    assert bool((second != 1).any())
+    assert 0 < reports[0]["effective_sample_size"] <= 1
+    assert "ratio/mean_square" not in reports[0]
+
+
+def test_dpo_prefers_the_best_of_each_group_to_the_worst_and_each_rank_takes_its_own(model, store, ranks):
+    t, *_ = make_trainer(DPO, model, store, ranks)
+    group = t.source._inner.groups[0]
+    rewards = train_rewards(group)["first"]
+    best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+    found = t.objective.pairs(group, range(3), store.get, 0)
+    assert [(pair.sample_index, pair.rejected_index) for pair in found] == [(best, worst)] * 2
+    assert t.objective.pairs(group, [worst], store.get, 0) == []
+    latents = torch_codec.decode(group.samples[worst].trajectory.latents, store.get)
+    assert torch.equal(found[0].rejected, latents[-1])
+    batch = t.objective.stack(found, 1.0, torch.device("cpu"))
+    assert (len(batch.latent), len(batch.weight)) == (4, 2)
+    noise = batch.target + torch.stack([*(pair.x0 for pair in found), *(pair.rejected for pair in found)])
+    torch.testing.assert_close(noise[:2], noise[2:])  # the same for both sides
+    assert torch.equal(batch.sigma[:2], batch.sigma[2:])
+    for sample in group.samples:
+        sample.rewards[0].value = 0.5
+    with pytest.raises(DataLoss, match="none is preferred"):
+        t.objective.pairs(group, range(3), store.get, 0)
+
+
+def test_dpo_moves_its_margin(model, store, ranks):
+    t, _, notices, reports = make_trainer(
+        DPO.replace("sigmas", "dpo_beta = 10.0\nsigmas"), model, store, ranks, steps=3
+    )
+    assert train(t)
+    assert notices == []
+    assert reports[0]["preference/margin"] == 0
+    assert reports[2]["loss"] < reports[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_a_kl_to_a_moving_average_starts_at_zero_and_the_average_is_in_the_checkpoint(model, store, ranks):
+    text = AWM + 'kl_coef = 0.1\nkl_reference = "ema"\n[ema]\nmax_decay = 0.5\n'
+    t, _, notices, _ = make_trainer(text, model, store, ranks, updates_per_batch=2)
+    before = {name: parameter.detach().clone() for name, parameter in t.policy.trainable().items()}
+    seen = []
+    terms = t.objective.terms
+    t.objective.terms = lambda policy, batch: seen.append(terms(policy, batch)) or seen[-1]
+    assert train(t)
+    assert notices == []
+    assert t.policy.reference_copy is None
+    assert bool((seen[0].means["kl_to_reference"] == 0).all())
+    assert bool((seen[-1].means["kl_to_reference"] > 0).all())
+    held = t.policy.tensors()
+    moved = [name for name, value in before.items() if not torch.equal(held[f"ema.{name}"], value)]
+    assert moved
+    assert any(not torch.equal(held[f"ema.{name}"], held[name].detach()) for name in moved)
 
 
 def test_lora_is_published_merged(model, store, ranks):

@@ -1,8 +1,14 @@
 import pytest
 import torch
 
-from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference, mean_per_sample, nft_loss
-from headwater.diffusion.schedules import noised
+from headwater.diffusion.losses import (
+    awm_log_likelihood,
+    dpo_loss,
+    flow_grpo_loss,
+    kl_to_reference,
+    mean_per_sample,
+    nft_loss,
+)
 
 
 def loss_at(difference, advantage, clip=0.1):
@@ -50,50 +56,6 @@ def test_kl_to_reference_is_per_sample_and_leaves_the_reference_alone():
     assert mean.grad is not None
 
 
-class Toy(torch.nn.Module):
-    """A velocity model of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 4)).double()
-
-    def forward(self, latent, sigma):
-        return self.layers(torch.cat([latent, sigma[:, None]], 1))
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_the_gradient_of_nft_is_that_of_finite_differences(adaptive):
-    torch.manual_seed(0)
-    new, old = Toy(), Toy()
-    x0, noise = torch.randn(2, 6, 4, dtype=torch.float64).unbind()
-    sigma, advantage = torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    latent = noised(x0, noise, sigma)
-
-    def outcome(adaptive):
-        given = (new(latent, sigma), old(latent, sigma), latent, x0, sigma, advantage)
-        return nft_loss(*given, beta=0.7, adv_clip=2.0, adaptive=adaptive)
-
-    plain, found = outcome(False), outcome(adaptive)
-    scale = (plain.positive / found.positive, plain.negative / found.negative)  # the adaptive weights: constants
-
-    def loss():
-        now, r = outcome(False), found.optimality
-        return (2.0 * (r * now.positive / scale[0] + (1 - r) * now.negative / scale[1]) / 0.7).mean()
-
-    torch.testing.assert_close(found.loss.mean(), loss())
-    found.loss.mean().backward()
-    assert all(parameter.grad is None for parameter in old.parameters())
-    for parameter in new.parameters():
-        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
-        for i in range(len(flat)):
-            value, ends = flat[i].item(), []
-            for end in (value + 1e-6, value - 1e-6):
-                flat[i] = end
-                ends.append(loss().item())
-            flat[i] = value
-            assert gradient[i].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-6, abs=1e-9)
-
-
 def nft_at(velocity, advantage, old=0.0):
     """At sigma 1 and x0 = 0, noise = 1: the true velocity is 1."""
     new = torch.full((1, 3), velocity, requires_grad=True)
@@ -124,3 +86,17 @@ def test_an_nft_error_of_zero_gives_no_infinity():
 
 def test_the_mean_per_sample_is_over_all_other_dimensions():
     assert mean_per_sample(torch.arange(12.0).view(2, 2, 3)).tolist() == [2.5, 8.5]
+
+
+def test_an_awm_weighting_that_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="use one of uniform, linear, quadratic, ghuber"):
+        awm_log_likelihood(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1), "cubic")
+
+
+def test_dpo_begins_undecided_and_lowers_the_error_of_the_preferred_latent():
+    error = torch.tensor([0.5, 0.7], requires_grad=True)
+    outcome = dpo_loss(error, error.detach().clone(), beta=4.0)
+    outcome.loss.sum().backward()
+    assert outcome.margin.item() == 0.0
+    assert outcome.loss.item() == pytest.approx(0.693147, abs=1e-6)
+    assert error.grad.tolist() == [1.0, -1.0]

@@ -103,7 +103,9 @@ def test_a_wrong_key_or_value_is_named(tmp_path, override, field, words):
         ("objective.clip_range=1e-3", "objective.clip_range", "objective 'nft' has no use"),
         ("objective.recompute_old_log_prob=true", "objective.recompute_old_log_prob", "read by flow_grpo"),
         ("objective.sigma_distribution=logit_normal", "objective.sigma_distribution", "read by sft"),
-        ("ema.max_decay=0.9", "ema", "read by sft"),
+        ("ema.max_decay=0.9", "ema", "set objective.kl_reference"),
+        ("objective.weighting=ghuber", "objective.weighting", "read by awm"),
+        ("objective.kl_reference=ema", "objective.kl_reference", "add [ema]"),
         ("objective.sigmas_per_sample=11", "objective.sigmas_per_sample", "sampling.steps = 10"),
         ("objective.sigmas_per_sample=0", "objective.sigmas_per_sample", "greater than or equal to 1"),
         ("objective.beta=0.0", "objective.beta", "greater than 0"),
@@ -122,6 +124,35 @@ def test_nft_refuses_what_it_has_no_use_for(tmp_path, override, field, words):
 def test_keys_of_nft_are_refused_elsewhere(tmp_path, key):
     with pytest.raises(InvalidArgument, match="objective 'flow_grpo' has no use"):
         minimal(tmp_path, key)
+
+
+def test_a_kl_to_a_moving_average_needs_a_weight_and_the_average(tmp_path):
+    wanted = ["objective.name=awm", "objective.kl_reference=ema", "ema.max_decay=0.9"]
+    with pytest.raises(InvalidArgument, match=r"objective.kl_coef is 0") as e:
+        minimal(tmp_path, *wanted)
+    assert e.value.field == "objective.kl_coef"
+    recipe = minimal(tmp_path, *wanted, "objective.kl_coef=0.1", "objective.clip_range=1e-3")
+    assert not recipe.objective.needs_initial_policy
+    assert not recipe.rollout_sampling().HasField("transition")
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("objective.kl_coef=0.1", "objective.kl_coef", "read by flow_grpo, nft, awm"),
+        ("objective.beta=0.1", "objective.beta", "read by nft"),
+        ("objective.combine=gdpo", "objective.combine", "no use"),
+        ("objective.pairs_per_group=3", "objective.pairs_per_group", "at most 2 pairs"),
+        ("filters=[]", "filters", "zero_variance"),
+        ("ema.max_decay=0.9", "ema", "no use for ema"),
+    ],
+)
+def test_dpo_refuses_what_it_has_no_use_for(tmp_path, override, field, words):
+    assert minimal(tmp_path, "objective.name=dpo").objective.needs_initial_policy
+    with pytest.raises(InvalidArgument) as e:
+        minimal(tmp_path, "objective.name=dpo", override)
+    assert e.value.field == field
+    assert words in e.value.message
 
 
 def test_nft_rolls_out_by_the_ode_also_in_one_step_and_survives_being_written_out(tmp_path):

@@ -74,7 +74,10 @@ def _own_samples(groups: Groups, update_count: int, ranks: Ranks) -> list[list[i
 def _filler(usable: Groups, shares: Sequence[Sequence[TrainPair]], pairs_of: PairsOf) -> TrainPair | None:
     if not usable:
         return None
-    return next((pair for share in shares for pair in share), None) or pairs_of(usable[0], [0])[0]
+    return (
+        next((pair for share in shares for pair in share), None)
+        or pairs_of(usable[0], range(len(usable[0].samples)))[0]
+    )
 
 
 def train_rewards(group: ScoredGroup) -> dict[str, list[float]]:
@@ -135,4 +138,6 @@ def describe(groups: Groups, dropped: int, step: int, recipe: Recipe) -> Mapping
     values["zero_variance/share"] = (flat + dropped) / (len(groups) + dropped)
     ages = [max(0, step - sample.first_step_version.step) for group in groups for sample in group.samples]
     values["staleness/mean"], values["staleness/max"] = sum(ages) / len(ages), float(max(ages))
+    for age in range(recipe.train.staleness_bound + 1):
+        values[f"staleness/share_{age}"] = ages.count(age) / len(ages)
     return values

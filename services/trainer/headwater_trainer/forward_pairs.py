@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwater.common.v1.sample_pb2 import Sample, ScoredGroup
 from headwater.diffusion.schedules import noised
-from headwater_trainer.pairs import PairBatch, Recorded, TrainPair, damaged, stacked
+from headwater_trainer.pairs import PairBatch, Recorded, TrainPair, damaged, numbers, stacked
 
 
 @dataclass(kw_only=True)
@@ -22,13 +22,16 @@ class ForwardPair(TrainPair):
 
     x0: Tensor  # fp32 [...], shared by the pairs of a sample
     noise_seed: int
+    log_likelihood_old: float | None = None  # of the old policy, for an objective with a ratio
 
 
 @dataclass(kw_only=True)
 class ForwardBatch(PairBatch):
-    """B noised latents, and the clean ones."""
+    """B noised latents, the clean ones, and the velocity between them."""
 
     x0: Tensor  # fp32 [B, ...]
+    target: Tensor  # fp32 [B, ...], noise - x0
+    log_likelihood_old: Tensor | None  # fp32 [B]
 
 
 def forward_pairs(
@@ -60,8 +63,15 @@ def stack(pairs: Sequence[ForwardPair], weight: float, device: torch.device) -> 
     """Noise and stack pairs into one batch on `device`, each of `weight`. Noise is drawn on the CPU."""
     fields = stacked(pairs, weight, device)
     x0 = torch.stack([pair.x0 for pair in pairs]).to(device)
-    noise = torch.stack([_noise(pair) for pair in pairs]).to(device)
-    return ForwardBatch(latent=noised(x0, noise, fields["sigma"]), x0=x0, **fields)
+    noise = torch.stack([drawn_noise(pair) for pair in pairs]).to(device)
+    old = [pair.log_likelihood_old for pair in pairs if pair.log_likelihood_old is not None]
+    return ForwardBatch(
+        latent=noised(x0, noise, fields["sigma"]),
+        x0=x0,
+        target=noise - x0,
+        log_likelihood_old=numbers(old, device) if len(old) == len(pairs) else None,
+        **fields,
+    )
 
 
 def draw_steps(total: int, count: int, seed: int) -> list[int]:
@@ -76,5 +86,6 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _noise(pair: ForwardPair) -> Tensor:
+def drawn_noise(pair: ForwardPair) -> Tensor:
+    """The noise of a pair, fp32 like its latent, on the CPU."""
     return torch.randn(pair.x0.shape, generator=torch.Generator().manual_seed(pair.noise_seed))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.recipe import Recipe
-from headwater.diffusion.decay import old_policy_decay
+from headwater.diffusion.decay import ema_decay, old_policy_decay
 from headwater.diffusion.families import Family
 from headwater_trainer.ema import Ema
 from headwater_trainer.lora import adapters_off, add_lora, lora_layers, merged
@@ -55,6 +55,7 @@ class Policy:
     autocast: bool  # bf16 compute
     device: torch.device
     old: Ema | None = None  # the policy that rollout samples from, where an objective keeps it apart
+    average: Ema | None = None  # the reference of the KL, where it is not the initial policy
     old_differs: bool = True  # from the trained policy; equal ones need one pass less
 
     def velocity(self, batch: "ModelInput") -> Tensor:
@@ -63,7 +64,13 @@ class Policy:
 
     @torch.no_grad()
     def reference_velocity(self, batch: "ModelInput") -> Tensor:
-        """The same of the reference: adapters off, or the frozen copy."""
+        """The same of the reference: the moving average, adapters off, or the frozen copy.
+
+        To be taken before a pass with gradient: the average is swapped in place.
+        """
+        if self.average is not None:
+            with self.average.applied():
+                return self._velocity(self.module, batch)
         if self.reference_copy is not None:
             return self._velocity(self.reference_copy, batch)
         with adapters_off(self.module):
@@ -80,9 +87,11 @@ class Policy:
             old = self._velocity(self.module, batch)
         return old, self.velocity(batch)
 
-    def updated(self) -> None:
-        """To be called after each optimizer update."""
+    def updated(self, updates: int) -> None:
+        """To be called after each optimizer update, of which there were `updates`."""
         self.old_differs = True
+        if self.average is not None:
+            self.average.update(updates)
 
     def update_old(self, updates: int) -> None:
         """Let the old policy, if there is one, follow the trained one after `updates` optimizer updates."""
@@ -94,8 +103,9 @@ class Policy:
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the trainable parameters, and the old policy's under names of their own."""
-        return {**self.trainable(), **(self.old.tensors() if self.old is not None else {})}
+        """What a checkpoint holds: the trainable parameters, and averages of them under names of their own."""
+        averages = [each.tensors() for each in (self.old, self.average) if each is not None]
+        return {**self.trainable(), **{name: tensor for each in averages for name, tensor in each.items()}}
 
     @torch.no_grad()
     def changed_weights(self) -> dict[str, Tensor]:
@@ -142,7 +152,7 @@ def load_policy(recipe: Recipe, family: Family, ranks: Ranks) -> Policy:
         module = add_lora(module, recipe.lora, family, seed=recipe.run.seed)
     else:
         module.requires_grad_(True)
-        reference = copy.deepcopy(module).requires_grad_(False) if recipe.objective.kl_coef > 0 else None
+        reference = copy.deepcopy(module).requires_grad_(False) if recipe.objective.needs_initial_policy else None
     if recipe.train.gradient_checkpointing:
         module.enable_gradient_checkpointing()
     for part in (module, reference):
@@ -159,4 +169,6 @@ def load_policy(recipe: Recipe, family: Family, ranks: Ranks) -> Policy:
     )
     if recipe.objective.keeps_old_policy:
         policy.old = Ema(policy.trainable(), partial(old_policy_decay, recipe.objective.old_decay), "old")
+    if recipe.objective.kl_reference == "ema" and recipe.ema is not None:
+        policy.average = Ema(policy.trainable(), partial(ema_decay, max_decay=recipe.ema.max_decay))
     return policy

@@ -1,4 +1,4 @@
-"""Training pairs: what one loss term of one sample needs. The kinds are in `transition_pairs` and `forward_pairs`."""
+"""Training pairs: what one loss term of one sample needs. The kinds are in `*_pairs`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,8 +58,7 @@ def pairs_of(
     whose rounding depends on the batch shape give the engine's numbers. Raises `DataLoss` and the errors of the blob
     store for a trajectory that cannot be used.
     """
-    conditionings = {item.id: (_tensors(item.positive, fetch), _tensors(item.negative, fetch))
-                     for item in group.conditionings}  # fmt: skip
+    conditionings = loaded_conditionings(group, fetch)
     samples = [group.samples[index] for index in indices]
     pairs = [
         pair
@@ -67,6 +66,11 @@ def pairs_of(
         for pair in of_sample(group, sample, Recorded.read(group, sample, conditionings, fetch))
     ]
     return sorted(pairs, key=lambda pair: (pair.step, pair.sample_index))
+
+
+def loaded_conditionings(group: ScoredGroup, fetch: Fetch) -> Conditionings:
+    """The conditionings of a group by id."""
+    return {item.id: (_tensors(item.positive, fetch), _tensors(item.negative, fetch)) for item in group.conditionings}
 
 
 @dataclass

@@ -111,11 +111,11 @@ def update(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Valu
         ((terms.loss * micro.weight).sum() * (t.ranks.world_size / pair_count)).backward()
         figures.add(terms, micro.weight)
     grad_norm = _clip(t)
-    values = figures.reduced(t.ranks) | {"grad_norm": grad_norm, "pairs": pair_count}
+    values = _with_sample_size(figures.reduced(t.ranks)) | {"grad_norm": grad_norm, "pairs": pair_count}
     if math.isfinite(values["loss"]) and math.isfinite(grad_norm):
         t.optimizer.step()
-        t.policy.updated()
         t.state.updates += 1
+        t.policy.updated(t.state.updates)
     else:
         t.state.skipped += 1
         t.hooks.notice(
@@ -138,6 +138,12 @@ def _clip(t: Trainer) -> float:
     """Scale the gradients down to max_grad_norm; their norm before, over all ranks."""
     norm = torch.nn.utils.clip_grad_norm_(t.policy.trainable().values(), t.recipe.train.max_grad_norm)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _with_sample_size(values: Values) -> Values:
+    """With the effective sample size of the ratios as a share of the pairs, (sum ratio)^2 / (N sum ratio^2)."""
+    square = values.pop("ratio/mean_square", 0.0)
+    return values | ({"effective_sample_size": values["ratio/mean"] ** 2 / square} if square else {})
 
 
 def _merged(updates: list[Values]) -> Values:

@@ -8,8 +8,9 @@ from pydantic import BaseModel
 from headwater.config.section import NotNegativeFloat, Positive, PositiveFloat, Section
 from headwater.errors import InvalidArgument
 
-ObjectiveName = Literal["flow_grpo", "nft", "sft"]
-_ROLLOUT: tuple[ObjectiveName, ...] = ("flow_grpo", "nft")
+ObjectiveName = Literal["flow_grpo", "nft", "awm", "dpo", "sft"]
+_ADVANTAGE: tuple[ObjectiveName, ...] = ("flow_grpo", "nft", "awm")
+_ROLLOUT: tuple[ObjectiveName, ...] = (*_ADVANTAGE, "dpo")
 
 # Keys that not every objective reads. A recipe may write them out, but not change them, for any other.
 _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
@@ -18,38 +19,44 @@ _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "sampling.window_size": ("flow_grpo",),
     "sampling.window_begin": ("flow_grpo",),
     "sampling.window_end": ("flow_grpo",),
-    "objective.clip_range": ("flow_grpo",),
+    "objective.clip_range": ("flow_grpo", "awm"),
     "objective.log_prob_reduction": ("flow_grpo",),
     "objective.recompute_old_log_prob": ("flow_grpo",),
     "objective.max_log_prob_drift": ("flow_grpo",),
     "objective.beta": ("nft",),
     "objective.old_decay": ("nft",),
-    "objective.sigmas_per_sample": ("nft",),
+    "objective.sigmas_per_sample": ("nft", "awm", "dpo"),
+    "objective.dpo_beta": ("dpo",),
+    "objective.pairs_per_group": ("dpo",),
+    "objective.weighting": ("awm",),
     "objective.sigma_distribution": ("sft",),
-    "objective.adv_clip": _ROLLOUT,
-    "objective.kl_coef": _ROLLOUT,
-    "objective.std_normalization": _ROLLOUT,
-    "objective.global_std": _ROLLOUT,
-    "objective.ddof": _ROLLOUT,
-    "objective.combine": _ROLLOUT,
+    "objective.adv_clip": _ADVANTAGE,
+    "objective.kl_coef": _ADVANTAGE,
+    "objective.kl_reference": _ADVANTAGE,
+    "objective.std_normalization": _ADVANTAGE,
+    "objective.global_std": _ADVANTAGE,
+    "objective.ddof": _ADVANTAGE,
+    "objective.combine": _ADVANTAGE,
     "rewards": _ROLLOUT,
     "data": ("sft",),
-    "ema": ("sft",),
+    "ema": ("sft", *_ADVANTAGE),
 }
-_NEEDS: Mapping[ObjectiveName, str] = {"flow_grpo": "rewards", "nft": "rewards", "sft": "data"}
+_NEEDS: Mapping[ObjectiveName, str] = dict.fromkeys(_ROLLOUT, "rewards") | {"sft": "data"}
 
 
 class ObjectiveSection(Section):
     """`[objective]`: advantages and loss."""
 
     name: ObjectiveName = "flow_grpo"
-    """Registered objective: flow_grpo and nft learn from rewards of rollouts, sft from the pictures of `[data]`."""
+    """Registered objective: sft learns from the pictures of `[data]`, all others from rewards of rollouts."""
     adv_clip: PositiveFloat = 5.0
     """Advantages are clamped to [-adv_clip, adv_clip]."""
     kl_coef: NotNegativeFloat = 0.0
-    """Weight of the KL to the reference policy (adapter off, or a frozen copy)."""
+    """Weight of the KL to the reference policy."""
+    kl_reference: Literal["initial", "ema"] = "initial"
+    """Reference of the KL: the initial policy (adapter off, or a frozen copy), or the moving average of `[ema]`."""
     clip_range: PositiveFloat = 1e-4
-    """flow_grpo: half-width c of the ratio's clip range [1 - c, 1 + c]."""
+    """flow_grpo, awm: half-width c of the ratio's clip range [1 - c, 1 + c]."""
     log_prob_reduction: Literal["mean", "sum"] = "mean"
     """flow_grpo, over latent dimensions: the field's mean, whose ratio is the 1/D power of the true one, or the sum."""
     recompute_old_log_prob: bool = False
@@ -61,7 +68,13 @@ class ObjectiveSection(Section):
     old_decay: Literal["zero", "ramp", "late_ramp"] = "ramp"
     """nft: decay of the old policy after n updates: 0, min(0.001 n, 0.5), or min(0.0075 (n - 75), 0.999) for n > 75."""
     sigmas_per_sample: Positive | None = None
-    """nft: noise levels of the sampling grid that a sample is trained at; absent: floor(0.99 steps), at least 1."""
+    """nft, awm, dpo: levels of the grid at which a sample, or pair, is trained; absent: floor(0.99 steps), or 1."""
+    dpo_beta: PositiveFloat = 2000.0
+    """dpo: how strongly the loss is tied to the initial policy; high values keep the policy near it."""
+    pairs_per_group: Positive = 1
+    """dpo: pairs made of a group: best and worst, then second best and second worst, and so on."""
+    weighting: Literal["uniform", "linear", "quadratic", "ghuber"] = "uniform"
+    """awm: weight of the matching loss by noise level: 1, sigma, sigma^2, or sigma with a fourth root of the loss."""
     std_normalization: bool = True
     """Divide advantages by the standard deviation."""
     global_std: bool = False
@@ -82,6 +95,11 @@ class ObjectiveSection(Section):
     def keeps_old_policy(self) -> bool:
         """Whether rollout samples from an old policy that follows the trained one."""
         return self.name in _READ_BY["objective.old_decay"]
+
+    @property
+    def needs_initial_policy(self) -> bool:
+        """Whether the loss compares with the policy that the run began with."""
+        return self.name == "dpo" or (self.kl_coef > 0 and self.kl_reference == "initial")
 
 
 def check_keys(recipe: BaseModel, objective: ObjectiveName) -> None:

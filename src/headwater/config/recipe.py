@@ -265,7 +265,7 @@ class Recipe(Section):
     lora: LoraSection | None = None
     """Adapters; absent: full fine-tune."""
     ema: EmaSection | None = None
-    """A moving average of the weights; for sft only."""
+    """A moving average of the weights: for sft, and for objective.kl_reference "ema"."""
     pictures: PicturesSection = PicturesSection()
     """Grids of pictures; for sft only."""
     export: ExportSection = ExportSection()
@@ -280,6 +280,11 @@ class Recipe(Section):
         """The parameters of training rollouts: with stochastic steps when the objective learns from them."""
         return self.sampling.to_proto() if self.objective.stochastic else self.sampling.to_ode_proto()
 
+    @property
+    def levels_per_sample(self) -> int:
+        """At how many noise levels of the rollout's grid a forward-process objective trains a sample."""
+        return self.objective.sigmas_per_sample or max(1, 99 * self.sampling.steps // 100)
+
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
         check_keys(self, self.objective.name)
@@ -291,12 +296,29 @@ class Recipe(Section):
                 field="objective.sigmas_per_sample",
                 reason="RECIPE_INVALID",
             )
+        _check_reference(self.objective, self.ema)
         try:
             sampling_rules.resolve(self.rollout_sampling(), group_seed=0)
         except InvalidArgument as e:
             key = _SAMPLING_KEYS.get(e.field, e.field)
             raise InvalidArgument(e.message.replace(e.field, key, 1), field=key, reason="RECIPE_INVALID") from e
         return self
+
+    def _check_preferences(self) -> None:
+        most = self.train.group_size // 2
+        if self.objective.pairs_per_group > most:
+            raise InvalidArgument(
+                f"objective.pairs_per_group is {self.objective.pairs_per_group}; a group of train.group_size = "
+                f"{self.train.group_size} samples has at most {most} pairs",
+                field="objective.pairs_per_group",
+                reason="RECIPE_INVALID",
+            )
+        if "zero_variance" not in self.filters:
+            raise InvalidArgument(
+                "filters lack 'zero_variance'; objective 'dpo' can make no pair of samples that score alike",
+                field="filters",
+                reason="RECIPE_INVALID",
+            )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -313,6 +335,8 @@ class Recipe(Section):
                 field="rewards",
                 reason="RECIPE_INVALID",
             )
+        if self.objective.name == "dpo":
+            self._check_preferences()
         if self.train.group_size == 1 and ("zero_variance" in self.filters or self.objective.ddof == 1):
             raise InvalidArgument(
                 "train.group_size is 1, whose rewards have no variance: every group would be dropped; use at least 2",
@@ -320,3 +344,27 @@ class Recipe(Section):
                 reason="RECIPE_INVALID",
             )
         return self
+
+
+def _check_reference(objective: ObjectiveSection, ema: EmaSection | None) -> None:
+    """A KL needs its reference, and a moving average somebody who reads it."""
+    if objective.name == "sft":
+        return
+    if objective.kl_reference == "ema" and ema is None:
+        raise InvalidArgument(
+            "objective.kl_reference is 'ema' and there is no moving average; add [ema] to the recipe",
+            field="objective.kl_reference",
+            reason="RECIPE_INVALID",
+        )
+    if objective.kl_reference == "ema" and objective.kl_coef == 0:
+        raise InvalidArgument(
+            "objective.kl_reference is 'ema' and objective.kl_coef is 0, so no KL is taken; set objective.kl_coef",
+            field="objective.kl_coef",
+            reason="RECIPE_INVALID",
+        )
+    if ema is not None and objective.kl_reference != "ema":
+        raise InvalidArgument(
+            f"objective {objective.name!r} has no use for ema; leave it out, or set objective.kl_reference = 'ema'",
+            field="ema",
+            reason="RECIPE_INVALID",
+        )

@@ -38,7 +38,7 @@ class DataSection(Section):
 
 
 class EmaSection(Section):
-    """`[ema]`: keep a moving average of the trained weights; pictures and exports are made from it."""
+    """`[ema]`: a moving average of the trained weights. sft makes pictures and exports of it; else a KL's reference."""
 
     max_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay after n updates is min((1 + n) / (10 + n), max_decay)."""

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from headwater.diffusion.advantages import AdvantageRule, advantages
 from headwater.diffusion.decay import OLD_POLICY_DECAYS, ema_decay, old_policy_decay
-from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference, mean_per_sample, nft_loss
+from headwater.diffusion.losses import (
+    awm_log_likelihood,
+    dpo_loss,
+    flow_grpo_loss,
+    kl_to_reference,
+    mean_per_sample,
+    nft_loss,
+)
 from headwater.diffusion.transitions import Transition, transition
 from headwater.text_match import ocr_score
 
@@ -117,6 +124,39 @@ def check_nft_loss(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
         yield _relative(file, case, field, value, tensor(field), REL)
 
 
+_AWM_WEIGHTINGS = {"Uniform": "uniform", "t": "linear", "t**2": "quadratic", "ghuber": "ghuber"}
+
+
+def check_awm_loss(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
+    """Advantage-weighted matching: ratio, loss and gradient."""
+    velocity = tensor("pred_new").requires_grad_()
+    weighting = _AWM_WEIGHTINGS[case["weighting"]]
+    new, old = (
+        awm_log_likelihood(each, tensor("target"), tensor("sigma"), weighting, case["ghuber_power"])
+        for each in (velocity, tensor("pred_old"))
+    )
+    outcome = flow_grpo_loss(
+        new, old, tensor("advantage"), clip_range=case["clip_range"], adv_clip=case["adv_clip"]
+    )  # fmt: skip
+    loss = outcome.loss.mean()
+    (gradient,) = torch.autograd.grad(loss, velocity)
+    yield _relative(file, case, "ratio", outcome.ratio, tensor("ratio"), RATIO_REL)
+    yield _relative(file, case, "loss", loss[None], tensor("loss"), REL)
+    yield _relative(file, case, "grad_wrt_pred_new", gradient, tensor("grad_wrt_pred_new"), REL)
+
+
+def check_dpo_loss(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
+    """Diffusion-DPO: what is inside the sigmoid, loss and gradient."""
+    velocity = tensor("pred").requires_grad_()
+    error, reference = (mean_per_sample((each - tensor("target")) ** 2) for each in (velocity, tensor("pred_ref")))
+    outcome = dpo_loss(error, reference, beta=case["beta"])
+    loss = outcome.loss.mean()
+    (gradient,) = torch.autograd.grad(loss, velocity)
+    yield _relative(file, case, "inside_term", outcome.margin, tensor("inside_term"), REL)
+    yield _relative(file, case, "loss", loss[None], tensor("loss"), REL)
+    yield _relative(file, case, "grad_wrt_pred", gradient, tensor("grad_wrt_pred"), REL)
+
+
 def check_advantages(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
     """Advantages in each prompt's group, in interleaved order."""
     rule = AdvantageRule(global_std=case["global_std"], ddof=case["std_ddof"])
@@ -170,6 +210,8 @@ CHECKERS: Mapping[str, Callable[[str, Case, Tensors], Iterator[Row]]] = {
     "sde_step": check_sde_step,
     "flow_grpo_loss": check_flow_grpo_loss,
     "nft_loss": check_nft_loss,
+    "awm_loss": check_awm_loss,
+    "dpo_loss": check_dpo_loss,
     "advantages": check_advantages,
     "ocr_reward": check_ocr_reward,
     "decay_schedules": check_decay_schedules,

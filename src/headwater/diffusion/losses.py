@@ -1,6 +1,7 @@
 """Losses of training pairs. B pairs; every result is per pair, so that micro-batches add up to any batch."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -95,6 +96,49 @@ def _x0_error(velocity: Tensor, latent: Tensor, x0: Tensor, level: Tensor, adapt
         weight = mean_per_sample(error.detach().double().abs()).clamp(min=_MIN_NFT_WEIGHT)
         return mean_per_sample(error**2 / weight.reshape(level.shape)).to(velocity.dtype)
     return mean_per_sample(error**2)
+
+
+@dataclass(frozen=True)
+class DpoLoss:
+    """Outcome of the DPO loss; only `loss` carries a gradient."""
+
+    loss: Tensor  # [B], to be averaged over the pairs of the whole batch
+    margin: Tensor  # [B], inside the sigmoid: above 0 where the policy prefers as the rewards do, 0 at the reference
+
+
+def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> DpoLoss:
+    """Diffusion-DPO (arXiv 2311.12908, eq. 14): -log sigmoid(-beta / 2 ((e_w - ref_w) - (e_l - ref_l))).
+
+    `error` and `reference_error` [2 B] are mean squared errors of the velocity, of the preferred latents and then of
+    the others, both at the same noise and level. The gradient flows to `error` alone.
+    """
+    (chosen, rejected), (chosen_ref, rejected_ref) = error.chunk(2), reference_error.detach().chunk(2)
+    margin = -0.5 * beta * ((chosen - rejected) - (chosen_ref - rejected_ref))
+    return DpoLoss(-torch.nn.functional.logsigmoid(margin), margin.detach())
+
+
+AwmWeighting = Literal["uniform", "linear", "quadratic", "ghuber"]
+
+
+def awm_log_likelihood(
+    velocity: Tensor, target: Tensor, sigma: Tensor, weighting: str = "uniform", ghuber_power: float = 0.25
+) -> Tensor:
+    """What advantage-weighted matching (arXiv 2509.25050) has in place of a log-probability: minus the matching loss.
+
+    [B] of `velocity` and `target` = noise - x0, both [B, ...], at `sigma` [B]. With m the mean squared error it is
+    -m ("uniform"), -sigma m ("linear"), -sigma^2 m ("quadratic") or -sigma m^p / p with p = `ghuber_power` ("ghuber").
+    Two of them go into `flow_grpo_loss`. Raises ValueError for another weighting.
+    """
+    error = mean_per_sample((velocity - target) ** 2)
+    if weighting == "uniform":
+        return -error
+    if weighting == "linear":
+        return -sigma * error
+    if weighting == "quadratic":
+        return -(sigma**2) * error
+    if weighting == "ghuber":
+        return -sigma * error**ghuber_power / ghuber_power
+    raise ValueError(f"weighting is {weighting!r}; use one of {', '.join(get_args(AwmWeighting))}")
 
 
 def mean_per_sample(values: Tensor) -> Tensor:

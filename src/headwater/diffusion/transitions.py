@@ -1,7 +1,7 @@
 """One denoise step and its log-probability (Flow-GRPO arXiv 2505.05470, DanceGRPO 2505.07818, Flow-CPS 2509.05952).
 
 A latent on the path is x = (1 - sigma) * x0 + sigma * noise; the model predicts the velocity v = noise - x0. A step
-goes from sigma to next_sigma < sigma, dt = next_sigma - sigma. All of it is fp32.
+goes from sigma to next_sigma < sigma, dt = next_sigma - sigma. All of it is fp32, or fp64 for fp64 latents.
 
 The order of the operations is that of SGLang-diffusion's FlowRolloutController: on the same inputs the means, and with
 `log_prob` on the recorded latents the log-probabilities, of engine and trainer are equal bit for bit on a CPU. Sigmas
@@ -47,7 +47,7 @@ class Transition:
             )
         if reduction not in get_args(Reduction):
             raise ValueError(f"log_prob reduction is {reduction!r}; use 'mean' or 'sum'")
-        squared = -((next_latent.float() - self.mean) ** 2)
+        squared = -((_floating(next_latent) - self.mean) ** 2)
         if self.kind != "cps":
             squared = squared / (2 * (self.std**2)) - torch.log(self.std) - _LOG_SQRT_2PI
         total = squared.sum(dim=list(range(1, squared.ndim)))
@@ -69,7 +69,7 @@ def transition(
     Sigmas are numbers or tensors of shape [] or [B], values of the recorded grid; `sigma_after_first` is the grid's
     second value, which replaces sigma = 1 in the SDE's std. `noise_level` is eta. Raises ValueError for another kind.
     """
-    x, v = latent.float(), velocity.float()
+    x, v = _floating(latent), _floating(velocity)
     now, then, second = (_per_sample(value, x) for value in (sigma, next_sigma, sigma_after_first))
     dt = then - now
     if kind == "sde":
@@ -122,7 +122,12 @@ def _cps(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor, eta: float) ->
     return Transition("cps", mean, std, std)
 
 
+def _floating(tensor: Tensor) -> Tensor:
+    """fp32, or fp64 where a gradient is checked."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def _per_sample(value: Tensor | float, like: Tensor) -> Tensor:
-    """`value` as fp32 [B, 1, ...] (or [1, 1, ...] for a scalar), to broadcast against `like` [B, ...]."""
-    tensor = torch.as_tensor(value, dtype=torch.float32, device=like.device)
+    """`value` as [B, 1, ...] (or [1, 1, ...] for a scalar) of the dtype of `like` [B, ...], to broadcast against it."""
+    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
     return tensor.reshape(-1, *([1] * (like.ndim - 1)))

@@ -14,7 +14,7 @@ from headwater.tensors.codec import Fetch
 from headwater_trainer import transition_pairs
 from headwater_trainer.model import Policy
 from headwater_trainer.objectives.base import Objective
-from headwater_trainer.objectives.terms import Terms
+from headwater_trainer.objectives.terms import Terms, ratio_figures
 from headwater_trainer.pairs import pairs_of
 from headwater_trainer.ranks import RunFailed
 from headwater_trainer.transition_pairs import TransitionBatch, TransitionPair
@@ -38,6 +38,7 @@ class FlowGrpo(Objective[TransitionPair, TransitionBatch]):
 
     def terms(self, policy: Policy, batch: TransitionBatch) -> Terms:
         """Clipped loss of each pair, plus kl_coef times the KL to the reference."""
+        reference = policy.reference_velocity(batch) if self._section.kl_coef > 0 else None
         step = self._step(batch, policy.velocity(batch))
         log_prob = self._log_prob(step, batch)
         old = self._reduced(batch, batch.log_prob_old)
@@ -45,16 +46,9 @@ class FlowGrpo(Objective[TransitionPair, TransitionBatch]):
             log_prob, old, batch.advantage, clip_range=self._section.clip_range, adv_clip=self._section.adv_clip
         )
         loss = outcome.loss
-        means = {
-            "ratio/mean": outcome.ratio,
-            "ratio/abs_deviation": (outcome.ratio - 1).abs(),
-            "approx_kl": outcome.approx_kl,
-            "clip_fraction/up": outcome.clipped_up.float(),
-            "clip_fraction/down": outcome.clipped_down.float(),
-        }
-        if self._section.kl_coef > 0:
-            reference = self._step(batch, policy.reference_velocity(batch))
-            kl = kl_to_reference(step.mean, reference.mean, step.noise_scale)
+        means = ratio_figures(outcome)
+        if reference is not None:
+            kl = kl_to_reference(step.mean, self._step(batch, reference).mean, step.noise_scale)
             loss = loss + self._section.kl_coef * kl
             means["kl_to_reference"] = kl.detach()
         drift = (log_prob.detach() - self._reduced(batch, batch.log_prob_engine)).abs()

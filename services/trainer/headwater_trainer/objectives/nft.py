@@ -23,7 +23,7 @@ class Nft(Objective[ForwardPair, ForwardBatch]):
     def __init__(self, recipe: Recipe) -> None:
         self._section = recipe.objective
         self._seed = recipe.run.seed
-        self._level_count = recipe.objective.sigmas_per_sample or max(1, 99 * recipe.sampling.steps // 100)
+        self._level_count = recipe.levels_per_sample
 
     def pairs(self, group: ScoredGroup, indices: Sequence[int], fetch: Fetch, step: int) -> list[ForwardPair]:
         """Each sample at its own random levels of the rollout's grid."""
@@ -37,6 +37,7 @@ class Nft(Objective[ForwardPair, ForwardBatch]):
     def terms(self, policy: Policy, batch: ForwardBatch) -> Terms:
         """NFT loss of each pair, plus kl_coef times the squared distance to the velocity of the reference."""
         section = self._section
+        reference = policy.reference_velocity(batch) if section.kl_coef > 0 else None
         old, new = policy.old_and_new_velocity(batch)
         outcome = nft_loss(
             new, old, batch.latent, batch.x0, batch.sigma, batch.advantage, beta=section.beta, adv_clip=section.adv_clip
@@ -48,8 +49,8 @@ class Nft(Objective[ForwardPair, ForwardBatch]):
             "optimality/mean": outcome.optimality,
             "old_distance": mean_per_sample((new.detach() - old) ** 2),
         }
-        if section.kl_coef > 0:
-            kl = mean_per_sample((new - policy.reference_velocity(batch)) ** 2)
+        if reference is not None:
+            kl = mean_per_sample((new - reference) ** 2)
             loss = loss + section.kl_coef * kl
             means["kl_to_reference"] = kl.detach()
         return Terms(loss=loss, means=means)

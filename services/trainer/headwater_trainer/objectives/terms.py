@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from headwater.diffusion.losses import PolicyLoss
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -13,3 +15,15 @@ class Terms:
     loss: Tensor  # fp32 [B], with gradient
     means: Mapping[str, Tensor] = field(default_factory=dict)  # fp32 [B] each
     maxima: Mapping[str, Tensor] = field(default_factory=dict)  # fp32 [B] each
+
+
+def ratio_figures(outcome: PolicyLoss) -> dict[str, Tensor]:
+    """The means of a loss with a ratio. The trainer makes the effective sample size of the first and the second."""
+    return {
+        "ratio/mean": outcome.ratio,
+        "ratio/mean_square": outcome.ratio**2,
+        "ratio/abs_deviation": (outcome.ratio - 1).abs(),
+        "approx_kl": outcome.approx_kl,
+        "clip_fraction/up": outcome.clipped_up.float(),
+        "clip_fraction/down": outcome.clipped_down.float(),
+    }
