@@ -57,7 +57,7 @@ def make_queue():
 
     def make(reward=None, *, max_batch=8, max_wait_s=0.0, queue_limit=100):
         queue = RewardQueue(reward or Recording(), max_batch=max_batch, max_wait_s=max_wait_s, queue_limit=queue_limit)
-        queue.start(threads=1).result(10)
+        queue.start().result(10)
         made.append(queue)
         return queue
 
@@ -218,4 +218,4 @@ def test_a_reward_that_cannot_load_fails_the_start():
 
     reward.load = load
     with pytest.raises(OSError, match="no weights"):
-        RewardQueue(reward, max_batch=1, max_wait_s=0, queue_limit=1).start(1).result(10)
+        RewardQueue(reward, max_batch=1, max_wait_s=0, queue_limit=1).start().result(10)

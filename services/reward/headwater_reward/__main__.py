@@ -15,10 +15,11 @@ async def serve(config: RewardConfig) -> None:
     from headwater.reward.v1 import reward_pb2, reward_pb2_grpc
     from headwater.rpc.server import Server, serve_until_signal
     from headwater.telemetry.metrics import serve_metrics
-    from headwater_reward import registry
+    from headwater_reward import registry, settings
     from headwater_reward.service import RewardService
 
-    service = RewardService(registry.create(config.rewards), config)
+    tables = settings.read(config.reward_config)
+    service = RewardService(registry.create(config.rewards, tables), config, tables)
     server = Server(config.bind, name="reward", insecure=config.insecure, connection_age_s=CONNECTION_AGE_S)
     full_name = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, service, full_name)

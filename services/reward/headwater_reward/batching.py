@@ -55,8 +55,10 @@ class RewardQueue:
     whose caller is gone are not scored. At most `queue_limit` items wait.
     """
 
-    def __init__(self, reward: Reward, *, max_batch: int, max_wait_s: float, queue_limit: int) -> None:
-        self.reward = reward
+    def __init__(
+        self, reward: Reward, *, max_batch: int, max_wait_s: float, queue_limit: int, threads: int = 1
+    ) -> None:
+        self.reward, self._threads = reward, threads
         self._max_batch, self._max_wait_s, self._queue_limit = max_batch, max_wait_s, queue_limit
         self._entries: deque[_Entry] = deque()
         self._changed = threading.Condition()
@@ -66,13 +68,11 @@ class RewardQueue:
         self.scored_items = self.failed_items = 0
         self.scoring_s = 0.0
 
-    def start(self, threads: int) -> "Future[None]":
+    def start(self) -> "Future[None]":
         """Load the reward in its own thread; the future ends when it is ready or has failed."""
         ready: Future[None] = Future()
         # A daemon, so that a reward that hangs in foreign code cannot keep the process alive.
-        self._thread = threading.Thread(
-            target=self._run, args=(threads, ready), name=f"reward-{self.reward.name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(ready,), name=f"reward-{self.reward.name}", daemon=True)
         self._thread.start()
         return ready
 
@@ -147,9 +147,9 @@ class RewardQueue:
         entry.future.set_result(Outcome(error, waited_s, 0.0))
         return False
 
-    def _run(self, threads: int, ready: "Future[None]") -> None:
+    def _run(self, ready: "Future[None]") -> None:
         try:
-            self.reward.load(threads)
+            self.reward.load(self._threads)
         except BaseException as error:  # the edge of this thread: whoever waits for `ready` decides
             ready.set_exception(error)
             return

@@ -32,14 +32,20 @@ async def check(queue: RewardQueue, *, deadline: float) -> RewardCheck:
 def compare(name: str, golden: Sequence[GoldenImage], results: Sequence[Score | HeadwaterError]) -> RewardCheck:
     """Recorded scores against measured ones. A reward without golden images has not shown that it works: it fails."""
     problems, worst = [], 0.0
+    values = {g.name: r.value for g, r in zip(golden, results, strict=True) if isinstance(r, Score)}
     for image, result in zip(golden, results, strict=True):
         if isinstance(result, HeadwaterError):
             problems.append(f"{image.name}: {result.message}")
             continue
-        error = abs(result.value - image.recorded_score)
-        worst = max(worst, error)
-        if error > image.tolerance:
-            problems.append(f"{image.name}: scored {result.value:.4f}, recorded {image.recorded_score:.4f}")
+        if image.recorded_score is not None:
+            error = abs(result.value - image.recorded_score)
+            worst = max(worst, error)
+            if error > image.tolerance:
+                problems.append(f"{image.name}: scored {result.value:.4f}, recorded {image.recorded_score:.4f}")
+        if image.above and image.above in values and result.value <= values[image.above]:
+            problems.append(
+                f"{image.name}: scored {result.value:.4f}, not above the {values[image.above]:.4f} of {image.above}"
+            )
     if not golden:
         problems.append("the reward has no golden images; add at least one with a high and one with a low score")
     return RewardCheck(

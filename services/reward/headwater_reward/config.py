@@ -17,6 +17,8 @@ class RewardConfig:
     """host:port to listen on; port 0 takes any free one."""
     rewards: tuple[str, ...] = ()
     """Rewards to host; none named: all whose packages are installed."""
+    reward_config: str = ""
+    """TOML file with a table per reward (`headwater_reward.settings`); empty: none."""
     max_batch: int = 16
     """Most items that a reward scores at once."""
     max_wait_ms: float = 5.0
@@ -55,6 +57,9 @@ def parse_args(argv: Sequence[str] | None = None) -> RewardConfig:
     default = RewardConfig()
     parser.add_argument("--bind", default=default.bind, help="host:port to listen on (default %(default)s)")
     parser.add_argument("--rewards", type=_names, default=(), help="comma-separated names (default: all installed)")
+    parser.add_argument(
+        "--reward-config", metavar="FILE", default="", help="TOML file: models, devices and queues of single rewards"
+    )
     numbers: tuple[tuple[str, type, str], ...] = (
         ("max_batch", int, "most items scored at once"),
         ("max_wait_ms", float, "how long an item may wait for company"),

@@ -8,25 +8,36 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from headwater.errors import FailedPrecondition, HeadwaterError, InvalidArgument, NotFound
+from headwater_reward.settings import RewardSettings
+from headwater_reward.validation import suggestion, validated
 
 ENTRY_POINT_GROUP = "headwater.rewards"
 BUILT_IN: Mapping[str, str] = {
+    "aesthetic": "headwater_reward.rewards.aesthetic:AestheticReward",
+    "clipscore": "headwater_reward.rewards.preference:ClipScoreReward",
     "color_shape": "headwater_reward.rewards.color_shape:ColorShapeReward",
+    "hpsv2": "headwater_reward.rewards.preference:Hpsv2Reward",
     "ocr": "headwater_reward.rewards.ocr:OcrReward",
+    "pickscore": "headwater_reward.rewards.preference:PickScoreReward",
     "tiny-geneval": "headwater_reward.rewards.tiny_geneval:TinyGenevalReward",
 }
 
 
 class RewardParams(BaseModel):
     """Parameters of a reward: subclass it; every field needs a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RewardOptions(BaseModel):
+    """What a server's owner chooses for a reward, in the file of `--reward-config`: subclass it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,15 +67,24 @@ class GoldenImage:
     name: str
     image_HWC: np.ndarray  # uint8 [H, W, 3], RGB
     prompt: str
-    recorded_score: float
+    recorded_score: float | None  # None: any finite score, for a reward whose weights its owner chooses
     tolerance: float = 0.01
     params: Mapping[str, Any] = field(default_factory=dict)
+    above: str = ""  # name of a golden image that must score lower than this one
 
 
 class Reward(Protocol):
-    """What a reward class offers. One thread calls `load` and then `score`, so an instance needs no locks."""
+    """What a reward class offers. One thread calls `load` and then `score`, so an instance needs no locks.
 
-    name: ClassVar[str]
+    It may also have, as class variables: `options_model`, a `RewardOptions`; it is then made with `cls(name, options)`,
+    else with `cls()`. `by_default = False`: hosted only when asked for by name. `extra`, the extra of its packages.
+    """
+
+    @property
+    def name(self) -> str:
+        """How requests call it."""
+        ...
+
     description: ClassVar[str]  # what it measures, one sentence
     minimum: ClassVar[float | None]
     maximum: ClassVar[float | None]
@@ -98,25 +118,30 @@ def known() -> dict[str, EntryPoint]:
     return dict(sorted(found.items()))
 
 
-def create(names: Sequence[str]) -> list[Reward]:
-    """The named rewards, not yet loaded, sorted by name. No names: all whose packages are installed.
+def create(names: Sequence[str], settings: Mapping[str, RewardSettings] | None = None) -> list[Reward]:
+    """The named rewards, not yet loaded, sorted by name. No names: those of `settings`, else all that are installed.
 
-    Raises `NotFound` for an unknown name, `FailedPrecondition` when a package is missing or nothing can be hosted.
+    Raises `NotFound` for an unknown name, `InvalidArgument` for a wrong option, `FailedPrecondition` when a package or
+    a needed option is missing or nothing can be hosted.
     """
-    declared = known()
-    for name in names:
-        if name not in declared:
-            raise NotFound(f"no reward is named {name!r}; {suggestion(name, declared)}", reason="REWARD_UNKNOWN")
+    declared, tables = known(), settings or {}
+    asked = sorted(set(names) or tables)
+    for name in asked:
+        kind = tables[name].kind if name in tables else name
+        if kind not in declared:
+            raise NotFound(f"no reward is named {kind!r}; {suggestion(kind, declared)}", reason="REWARD_UNKNOWN")
     rewards: list[Reward] = []
-    for name in sorted(set(names) or declared):
-        reward = declared[name].load()()
-        missing = [module for module in reward.requires if importlib.util.find_spec(module) is None]
+    for name in asked or declared:
+        chosen = tables.get(name, RewardSettings(name))
+        kind, missing = _import(declared[chosen.kind])
+        if not asked and not getattr(kind, "by_default", True):
+            continue
         if not missing:
-            rewards.append(reward)
-        elif names:
+            rewards.append(_make(kind, name, chosen))
+        elif asked:
             raise FailedPrecondition(
-                f"reward {name!r} needs {', '.join(missing)}, which is not installed; "
-                "install the extra that brings it, e.g. pip install 'headwater[reward]'",
+                f"reward {name!r} needs {', '.join(missing)}, which is not installed; install the extra that brings "
+                f"it: pip install 'headwater[{getattr(kind, 'extra', 'reward')}]'",
                 reason="REWARD_NOT_INSTALLED",
             )
     if not rewards:
@@ -127,23 +152,28 @@ def create(names: Sequence[str]) -> list[Reward]:
     return rewards
 
 
+def _import(point: EntryPoint) -> tuple[Any, list[str]]:
+    """The class, None when its own module needs what is not installed, and the modules that are missing."""
+    try:
+        kind = point.load()
+    except ModuleNotFoundError as error:
+        return None, [error.name or str(error)]
+    return kind, [module for module in kind.requires if importlib.util.find_spec(module) is None]
+
+
+def _make(kind: Any, name: str, chosen: RewardSettings) -> Reward:
+    if hasattr(kind, "options_model"):
+        options = validated(kind.options_model, chosen.options, field=name, reason="REWARD_CONFIG_INVALID")
+        return kind(name, options)
+    if chosen.options or name != kind.name:
+        raise InvalidArgument(
+            f"reward {chosen.kind!r} takes no options and no other name, but [{name}] gives it some; remove them",
+            field=name,
+            reason="REWARD_CONFIG_INVALID",
+        )
+    return kind()
+
+
 def parse_params(model: type[RewardParams], values: Mapping[str, Any], *, field: str) -> RewardParams:
     """Check parameters. Raises `InvalidArgument` naming the path below `field` and, for a typo, the nearest name."""
-    try:
-        return model.model_validate(dict(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            what = f"is unknown; {suggestion(key, model.model_fields)}"
-        else:
-            what = f"is {first['input']!r}: {first['msg']}"
-        path = f"{field}.{key}" if key else field
-        raise InvalidArgument(f"{path} {what}", field=path, reason="REWARD_PARAM_INVALID") from None
-
-
-def suggestion(name: str, valid: Mapping[str, Any]) -> str:
-    """A sentence that names the nearest valid name, if one is near, and all of them."""
-    near = get_close_matches(name, list(valid), n=1)
-    everything = ", ".join(sorted(valid)) or "none"
-    return f"did you mean {near[0]!r}? Known: {everything}" if near else f"known: {everything}"
+    return validated(model, values, field=field, reason="REWARD_PARAM_INVALID")

@@ -20,7 +20,9 @@ from headwater.tensors.blobs import BlobStore
 from headwater_reward import checks, media
 from headwater_reward.batching import Outcome, PendingItem, RewardQueue
 from headwater_reward.config import RewardConfig
-from headwater_reward.registry import Reward, Score, parse_params, suggestion
+from headwater_reward.registry import Reward, Score, parse_params
+from headwater_reward.settings import RewardSettings
+from headwater_reward.validation import suggestion
 
 log = logging.getLogger(__name__)
 MAX_PROMPT_CHARS = 16_384
@@ -29,23 +31,20 @@ MAX_PROMPT_CHARS = 16_384
 class RewardService(reward_pb2_grpc.RewardServiceServicer):
     """Hosts some rewards, each with its own queue and thread."""
 
-    def __init__(self, rewards: Sequence[Reward], config: RewardConfig) -> None:
+    def __init__(
+        self, rewards: Sequence[Reward], config: RewardConfig, settings: Mapping[str, RewardSettings] | None = None
+    ) -> None:
         self._config = config
         self._blobs = BlobStore(config.blob_root) if config.blob_root else None
         self._queues: Mapping[str, RewardQueue] = {
-            reward.name: RewardQueue(
-                reward,
-                max_batch=config.max_batch,
-                max_wait_s=config.max_wait_ms / 1000,
-                queue_limit=config.queue_limit,
-            )
+            reward.name: _queue_for(reward, config, (settings or {}).get(reward.name, RewardSettings(reward.name)))
             for reward in sorted(rewards, key=lambda reward: reward.name)
         }
 
     async def load(self) -> None:
         """Load every reward, all at once; raises what the first failing one raised."""
         started = time.monotonic()
-        ready = [asyncio.wrap_future(queue.start(self._config.threads)) for queue in self._queues.values()]
+        ready = [asyncio.wrap_future(queue.start()) for queue in self._queues.values()]
         await asyncio.gather(*ready)
         log.info("loaded rewards=%s seconds=%.1f", ",".join(self._queues), time.monotonic() - started)
 
@@ -152,6 +151,20 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
     def _timeout_s(self, context: grpc.aio.ServicerContext) -> float:
         left_s = context.time_remaining()
         return self._config.default_timeout_s if left_s is None else min(left_s, self._config.default_timeout_s)
+
+
+def _queue_for(reward: Reward, config: RewardConfig, settings: RewardSettings) -> RewardQueue:
+    def chosen(name: str) -> Any:
+        own = getattr(settings.queue, name)
+        return getattr(config, name) if own is None else own
+
+    return RewardQueue(
+        reward,
+        max_batch=chosen("max_batch"),
+        max_wait_s=chosen("max_wait_ms") / 1000,
+        queue_limit=chosen("queue_limit"),
+        threads=chosen("threads"),
+    )
 
 
 def _response(names: Sequence[str], media_count: int, outcomes: Sequence[Outcome]) -> pb.ScoreGroupResponse:
