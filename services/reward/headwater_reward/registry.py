@@ -24,6 +24,8 @@ BUILT_IN: Mapping[str, str] = {
     "clipscore": "headwater_reward.rewards.preference:ClipScoreReward",
     "color_shape": "headwater_reward.rewards.color_shape:ColorShapeReward",
     "hpsv2": "headwater_reward.rewards.preference:Hpsv2Reward",
+    "jpeg_compressibility": "headwater_reward.rewards.jpeg:JpegCompressibilityReward",
+    "jpeg_incompressibility": "headwater_reward.rewards.jpeg:JpegIncompressibilityReward",
     "ocr": "headwater_reward.rewards.ocr:OcrReward",
     "pickscore": "headwater_reward.rewards.preference:PickScoreReward",
     "tiny-geneval": "headwater_reward.rewards.tiny_geneval:TinyGenevalReward",
