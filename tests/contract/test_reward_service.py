@@ -312,6 +312,15 @@ async def test_check_rewards_passes_for_good_ones_and_catches_one_that_returns_z
     assert [check.name for check in only.checks] == ["ocr"]
 
 
+async def test_the_list_tells_the_last_self_test():
+    async with serving(ColorShapeReward(), ForgetfulReward()) as stub:
+        before = (await stub.ListRewards(pb.ListRewardsRequest(), timeout=10)).rewards
+        await stub.CheckRewards(pb.CheckRewardsRequest(), timeout=60)
+        after = (await stub.ListRewards(pb.ListRewardsRequest(), timeout=10)).rewards
+    assert [info.HasField("check") for info in before] == [False, False]
+    assert [(info.name, info.check.passed) for info in after] == [("color_shape", True), ("forgetful", False)]
+
+
 async def start_process(*flags):
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "headwater_reward", "--bind", "127.0.0.1:0", *flags, stderr=asyncio.subprocess.PIPE
@@ -330,11 +339,13 @@ async def log_line(process, pattern):
 async def test_sigterm_lets_running_groups_finish_and_then_ends_the_process():
     process = await start_process("--rewards", "ocr")
     address = (await log_line(process, r"listens on (\S+)"))[1]
-    await log_line(process, "loaded rewards=ocr")
+    await log_line(process, "checked rewards=ocr")
     async with aio_channel(address) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(service="headwater.reward.v1.RewardService"), timeout=5
         )
+        (info,) = (await rpc.RewardServiceStub(channel).ListRewards(pb.ListRewardsRequest(), timeout=5)).rewards
+        assert info.check.passed  # golden images come before SERVING
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         stub = rpc.RewardServiceStub(channel)
         image = png(np.full((64, 64, 3), 255, np.uint8))

@@ -210,6 +210,49 @@ def test_closing_reports_a_reward_that_does_not_end(blocked):
     assert queue.close(0.05) is False
 
 
+class Rank(Recording):
+    """Group-wise: how many samples of the group have a smaller number."""
+
+    group_wise = True
+
+    def score(self, batch):
+        super().score(batch)
+        numbers = [float(item.prompt) for item in batch]
+        return [Score(float(sum(other < number for other in numbers))) for number in numbers]
+
+
+def results_of(futures):
+    return [future.result(10).result for future in futures]
+
+
+def test_a_group_wise_reward_sees_whole_groups_and_never_two_at_once(make_queue):
+    reward = Rank()
+    reward.gate.clear()
+    queue = make_queue(reward, max_batch=2, max_wait_s=5.0)
+    groups = [queue.submit(items(*numbers), deadline=soon()) for numbers in ((9,), (3, 1, 2), (5, 4))]
+    reward.gate.set()
+    assert [[score.value for score in results_of(futures)] for futures in groups] == [[0], [2, 0, 1], [1, 0]]
+    assert reward.batches == [["9"], ["3", "1", "2"], ["5", "4"]]
+
+
+def test_a_group_that_makes_a_group_wise_reward_fail_is_not_scored_sample_by_sample(make_queue):
+    reward = Rank()
+    results = results_of(make_queue(reward).submit(items(1, "explode", 2), deadline=soon()))
+    assert [type(result) for result in results] == [Internal] * 3
+    assert len(reward.batches) == 1
+
+
+def test_the_wait_of_items_is_counted(blocked):
+    queue, reward, first = blocked()
+    second = queue.submit(items(1), deadline=soon())
+    time.sleep(0.2)
+    assert queue.oldest_wait_s >= 0.2
+    reward.gate.set()
+    results_of([*first, *second])
+    assert queue.waited_s >= 0.2
+    assert queue.oldest_wait_s == 0.0
+
+
 def test_a_reward_that_cannot_load_fails_the_start():
     reward = Recording()
 

@@ -25,6 +25,7 @@ async def serve(config: RewardConfig) -> None:
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, service, full_name)
     await server.start()
     await service.load()
+    await service.check()
     serve_metrics(config.metrics_bind, service.figures)
     await server.set_serving(True)
     await serve_until_signal(server, drain=service.drain, grace_s=config.drain_grace_s)

@@ -41,6 +41,7 @@ class Outcome:
 class _Entry:
     item: PendingItem
     future: "Future[Outcome]"
+    group: object  # the same for all items of one submit
     enqueued_at: float  # time.monotonic()
     deadline: float  # time.monotonic()
 
@@ -51,14 +52,15 @@ class _Entry:
 class RewardQueue:
     """Batches the items of one reward across requests.
 
-    A batch starts when `max_batch` items wait or the oldest has waited `max_wait_s`. Items whose deadline has passed or
-    whose caller is gone are not scored. At most `queue_limit` items wait.
+    The items of a group-wise reward are scored group by group: those of one `submit` together, and no others with them.
+    Else a batch starts when `max_batch` items wait or the oldest has waited `max_wait_s`. Items whose deadline has
+    passed or whose caller is gone are not scored. At most `queue_limit` items wait.
     """
 
     def __init__(
         self, reward: Reward, *, max_batch: int, max_wait_s: float, queue_limit: int, threads: int = 1
     ) -> None:
-        self.reward, self._threads = reward, threads
+        self.reward, self._threads, self._group_wise = reward, threads, is_group_wise(reward)
         self._max_batch, self._max_wait_s, self._queue_limit = max_batch, max_wait_s, queue_limit
         self._entries: deque[_Entry] = deque()
         self._changed = threading.Condition()
@@ -66,7 +68,7 @@ class RewardQueue:
         self._item_s = 0.1  # running mean of the seconds per item, for retry_after
         self._thread: threading.Thread | None = None
         self.scored_items = self.failed_items = 0
-        self.scoring_s = 0.0
+        self.scoring_s = self.waited_s = 0.0
 
     def start(self) -> "Future[None]":
         """Load the reward in its own thread; the future ends when it is ready or has failed."""
@@ -80,6 +82,14 @@ class RewardQueue:
     def waiting(self) -> int:
         """Items that wait."""
         return len(self._entries)
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """Seconds that the item in front has waited; 0 when none waits."""
+        try:
+            return time.monotonic() - self._entries[0].enqueued_at
+        except IndexError:  # another thread took it
+            return 0.0
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new items, score what waits, end the thread. False when it has not ended after `timeout_s`."""
@@ -118,8 +128,8 @@ class RewardQueue:
     def submit(self, items: Sequence[PendingItem], *, deadline: float) -> "list[Future[Outcome]]":
         """Queue items; `deadline` is on the clock of `time.monotonic()`. Cancelling a future withdraws its item."""
         self.check_room(len(items))
-        now = time.monotonic()
-        entries = [_Entry(item, Future(), now, deadline) for item in items]
+        now, group = time.monotonic(), object()
+        entries = [_Entry(item, Future(), group, now, deadline) for item in items]
         with self._changed:
             self._entries.extend(entries)
             self._changed.notify_all()
@@ -166,39 +176,50 @@ class RewardQueue:
                     return None
                 self._changed.wait()
             due = self._entries[0].enqueued_at + self._max_wait_s
-            while len(self._entries) < self._max_batch and not self._closing:
+            while len(self._entries) < self._max_batch and not self._closing and not self._group_wise:
                 left_s = due - time.monotonic()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
             batch: list[_Entry] = []
-            now = time.monotonic()
-            while self._entries and len(batch) < self._max_batch:
+            now, group = time.monotonic(), self._entries[0].group
+            while self._entries and self._takes(self._entries[0], group, len(batch)):
                 entry = self._entries.popleft()
                 if self._claim(entry, now):
                     batch.append(entry)
             return batch
 
+    def _takes(self, entry: _Entry, group: object, taken: int) -> bool:
+        return entry.group is group if self._group_wise else taken < self._max_batch
+
     def _score_batch(self, batch: list[_Entry]) -> None:
         started = time.monotonic()
-        results = score_items(self.reward, [entry.item for entry in batch])
+        results = score_items(self.reward, [entry.item for entry in batch], min(entry.deadline for entry in batch))
         took_s = time.monotonic() - started
         self.failed_items += (failed := sum(isinstance(result, HeadwaterError) for result in results))
         self.scored_items += len(batch) - failed
         self.scoring_s += took_s
+        self.waited_s += sum(started - entry.enqueued_at for entry in batch)
         self._item_s += 0.2 * (took_s / len(batch) - self._item_s)
         log.debug("batch reward=%s items=%d seconds=%.3f", self.reward.name, len(batch), took_s)
         for entry, result in zip(batch, results, strict=True):
             entry.future.set_result(Outcome(result, started - entry.enqueued_at, took_s))
 
 
-def score_items(reward: Reward, items: Sequence[PendingItem]) -> list[Score | HeadwaterError]:
+def is_group_wise(reward: Reward) -> bool:
+    """Whether the reward is to see whole groups."""
+    return bool(getattr(reward, "group_wise", False))
+
+
+def score_items(
+    reward: Reward, items: Sequence[PendingItem], deadline: float = math.inf
+) -> list[Score | HeadwaterError]:
     """Decode and score; whatever goes wrong with one item is the error of that item alone."""
     results: list[Score | HeadwaterError] = [Internal("not scored")] * len(items)
     decoded: list[tuple[int, ScoreItem]] = []
     for i, item in enumerate(items):
         try:
-            decoded.append((i, ScoreItem(item.decode(), item.prompt, item.metadata, item.params)))
+            decoded.append((i, ScoreItem(item.decode(), item.prompt, item.metadata, item.params, deadline)))
         except HeadwaterError as error:
             results[i] = error
         except Exception as error:  # one item of many callers: it must not take the others down
@@ -217,9 +238,9 @@ def _score(reward: Reward, items: list[ScoreItem]) -> list[Score | HeadwaterErro
         if len(scores) != len(items):
             raise Internal(f"reward {reward.name!r} returned {len(scores)} scores for {len(items)} items")
     except Exception as error:  # a batch mixes callers: find the item at fault by scoring each alone
-        if len(items) > 1:
+        if len(items) > 1 and not is_group_wise(reward):
             return [_score(reward, [item])[0] for item in items]
-        return [error if isinstance(error, HeadwaterError) else _failed(reward, error)]
+        return [error if isinstance(error, HeadwaterError) else _failed(reward, error)] * len(items)
     return [_finite(reward, score) for score in scores]
 
 

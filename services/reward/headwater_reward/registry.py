@@ -6,6 +6,7 @@ A reward is one class. Built-in ones are listed below; packages add theirs with 
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
@@ -52,6 +53,7 @@ class ScoreItem:
     prompt: str
     metadata: Mapping[str, Any]
     params: RewardParams
+    deadline: float = math.inf  # on the clock of time.monotonic(): when the first caller of the batch gives up
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Reward(Protocol):
     """What a reward class offers. One thread calls `load` and then `score`, so an instance needs no locks.
 
     It may also have, as class variables: `options_model`, a `RewardOptions`; it is then made with `cls(name, options)`,
-    else with `cls()`. `by_default = False`: hosted only when asked for by name. `extra`, the extra of its packages.
+    else with `cls()`. `group_wise = True`: each batch is one group, whose samples are scored together.
+    `by_default = False`: hosted only when asked for by name. `extra`: the extra of its packages.
     """
 
     @property

@@ -18,7 +18,7 @@ from headwater.reward.v1 import reward_pb2_grpc
 from headwater.telemetry.metrics import Figure
 from headwater.tensors.blobs import BlobStore
 from headwater_reward import checks, media
-from headwater_reward.batching import Outcome, PendingItem, RewardQueue
+from headwater_reward.batching import Outcome, PendingItem, RewardQueue, is_group_wise
 from headwater_reward.config import RewardConfig
 from headwater_reward.registry import Reward, Score, parse_params
 from headwater_reward.settings import RewardSettings
@@ -35,6 +35,7 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
         self, rewards: Sequence[Reward], config: RewardConfig, settings: Mapping[str, RewardSettings] | None = None
     ) -> None:
         self._config = config
+        self._checks: dict[str, pb.RewardCheck] = {}
         self._blobs = BlobStore(config.blob_root) if config.blob_root else None
         self._queues: Mapping[str, RewardQueue] = {
             reward.name: _queue_for(reward, config, (settings or {}).get(reward.name, RewardSettings(reward.name)))
@@ -48,6 +49,19 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
         await asyncio.gather(*ready)
         log.info("loaded rewards=%s seconds=%.1f", ",".join(self._queues), time.monotonic() - started)
 
+    async def check(self) -> None:
+        """Score the golden images of every reward; ListRewards tells the outcome, and no run uses one that failed."""
+        results = await self._check(list(self._queues.values()), time.monotonic() + self._config.default_timeout_s)
+        log.info("checked rewards=%s", ",".join(result.name for result in results if result.passed) or "none passed")
+
+    async def _check(self, queues: Sequence[RewardQueue], deadline: float) -> list[pb.RewardCheck]:
+        results = await asyncio.gather(*(checks.check(queue, deadline=deadline) for queue in queues))
+        for result in results:
+            self._checks[result.name] = result
+            if not result.passed:
+                log.error("golden images failed reward=%s: %s", result.name, result.detail)
+        return results
+
     async def drain(self) -> None:
         """Refuse new items and score the waiting ones, for at most the grace of the configuration."""
         closing = [asyncio.to_thread(q.close, self._config.drain_grace_s) for q in self._queues.values()]
@@ -60,6 +74,10 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
         for name, queue in self._queues.items():
             own = {"reward": name}
             yield Figure("headwater_reward_waiting_items", "Items that wait for a reward", queue.waiting, own)
+            yield Figure("headwater_reward_oldest_wait_seconds", "Wait of the item in front", queue.oldest_wait_s, own)
+            yield Figure(
+                "headwater_reward_wait_seconds_total", "Seconds that scored items had waited", queue.waited_s, own
+            )
             yield Figure("headwater_reward_scored_items_total", "Items scored since start", queue.scored_items, own)
             yield Figure("headwater_reward_failed_items_total", "Items that got an error", queue.failed_items, own)
             yield Figure("headwater_reward_scoring_seconds_total", "Seconds spent scoring", queue.scoring_s, own)
@@ -68,7 +86,9 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
         self, request: pb.ListRewardsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListRewardsResponse:
         """The rewards of this server and their parameters."""
-        return pb.ListRewardsResponse(rewards=[_info(queue.reward) for queue in self._queues.values()])
+        return pb.ListRewardsResponse(
+            rewards=[_info(q.reward, self._checks.get(name)) for name, q in self._queues.items()]
+        )
 
     async def ScoreGroup(
         self, request: pb.ScoreGroupRequest, context: grpc.aio.ServicerContext
@@ -100,8 +120,7 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
         names = sorted(set(request.names)) or list(self._queues)
         queues = [self._queue(name, f"names[{i}]") for i, name in enumerate(names)]
         deadline = time.monotonic() + self._timeout_s(context)
-        results = await asyncio.gather(*(checks.check(queue, deadline=deadline) for queue in queues))
-        return pb.CheckRewardsResponse(checks=results)
+        return pb.CheckRewardsResponse(checks=await self._check(queues, deadline))
 
     def _jobs(self, request: pb.ScoreGroupRequest) -> list[tuple[RewardQueue, list[PendingItem]]]:
         """Per requested reward its queue and one item per medium. Raises for a request that cannot be tried."""
@@ -186,13 +205,15 @@ def _score(name: str, result: Score | HeadwaterError) -> RewardScore:
     return RewardScore(name=name, value=result.value, details=result.details)
 
 
-def _info(reward: Reward) -> pb.RewardInfo:
+def _info(reward: Reward, check: pb.RewardCheck | None) -> pb.RewardInfo:
     info = pb.RewardInfo(
         name=reward.name,
         description=reward.description,
         minimum=reward.minimum,
         maximum=reward.maximum,
         accepts_video=reward.accepts_video,
+        group_wise=is_group_wise(reward),
+        check=check,
     )
     info.default_params.update(reward.params_model().model_dump(mode="json"))
     return info

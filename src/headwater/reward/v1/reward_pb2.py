@@ -29,7 +29,7 @@ from headwater.common.v1 import reward_pb2 as headwater_dot_common_dot_v1_dot_re
 from headwater.common.v1 import sample_pb2 as headwater_dot_common_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headwater/reward/v1/reward.proto\x12\x13headwater.reward.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\'headwater/common/v1/authorization.proto\x1a headwater/common/v1/reward.proto\x1a headwater/common/v1/sample.proto\"\x14\n\x12ListRewardsRequest\"\xbb\x01\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x14\n\x07minimum\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07maximum\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12/\n\x0e\x64\x65\x66\x61ult_params\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\raccepts_video\x18\x06 \x01(\x08\x42\n\n\x08_minimumB\n\n\x08_maximum\"G\n\x13ListRewardsResponse\x12\x30\n\x07rewards\x18\x01 \x03(\x0b\x32\x1f.headwater.reward.v1.RewardInfo\"\xbd\x01\n\x11ScoreGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12)\n\x08metadata\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12)\n\x05media\x18\x04 \x03(\x0b\x32\x1a.headwater.common.v1.Media\x12\x30\n\x07rewards\x18\x05 \x03(\x0b\x32\x1f.headwater.common.v1.RewardSpec\"@\n\x0cSampleScores\x12\x30\n\x06scores\x18\x01 \x03(\x0b\x32 .headwater.common.v1.RewardScore\"\xa8\x01\n\x12ScoreGroupResponse\x12\x32\n\x07samples\x18\x01 \x03(\x0b\x32!.headwater.reward.v1.SampleScores\x12-\n\nqueue_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cscoring_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13\x43heckRewardsRequest\x12\r\n\x05names\x18\x01 \x03(\t\"e\n\x0bRewardCheck\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06passed\x18\x02 \x01(\x08\x12\x13\n\x0bimage_count\x18\x03 \x01(\r\x12\x13\n\x0bworst_error\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"H\n\x14\x43heckRewardsResponse\x12\x30\n\x06\x63hecks\x18\x01 \x03(\x0b\x32 .headwater.reward.v1.RewardCheck2\xc7\x02\n\rRewardService\x12\x66\n\x0bListRewards\x12\'.headwater.reward.v1.ListRewardsRequest\x1a(.headwater.reward.v1.ListRewardsResponse\"\x04\x88\xb5\x18\x02\x12\x63\n\nScoreGroup\x12&.headwater.reward.v1.ScoreGroupRequest\x1a\'.headwater.reward.v1.ScoreGroupResponse\"\x04\x88\xb5\x18\x02\x12i\n\x0c\x43heckRewards\x12(.headwater.reward.v1.CheckRewardsRequest\x1a).headwater.reward.v1.CheckRewardsResponse\"\x04\x88\xb5\x18\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n headwater/reward/v1/reward.proto\x12\x13headwater.reward.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\'headwater/common/v1/authorization.proto\x1a headwater/common/v1/reward.proto\x1a headwater/common/v1/sample.proto\"\x14\n\x12ListRewardsRequest\"\x80\x02\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x14\n\x07minimum\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07maximum\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12/\n\x0e\x64\x65\x66\x61ult_params\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\raccepts_video\x18\x06 \x01(\x08\x12\x12\n\ngroup_wise\x18\x07 \x01(\x08\x12/\n\x05\x63heck\x18\x08 \x01(\x0b\x32 .headwater.reward.v1.RewardCheckB\n\n\x08_minimumB\n\n\x08_maximum\"G\n\x13ListRewardsResponse\x12\x30\n\x07rewards\x18\x01 \x03(\x0b\x32\x1f.headwater.reward.v1.RewardInfo\"\xbd\x01\n\x11ScoreGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12)\n\x08metadata\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12)\n\x05media\x18\x04 \x03(\x0b\x32\x1a.headwater.common.v1.Media\x12\x30\n\x07rewards\x18\x05 \x03(\x0b\x32\x1f.headwater.common.v1.RewardSpec\"@\n\x0cSampleScores\x12\x30\n\x06scores\x18\x01 \x03(\x0b\x32 .headwater.common.v1.RewardScore\"\xa8\x01\n\x12ScoreGroupResponse\x12\x32\n\x07samples\x18\x01 \x03(\x0b\x32!.headwater.reward.v1.SampleScores\x12-\n\nqueue_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cscoring_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13\x43heckRewardsRequest\x12\r\n\x05names\x18\x01 \x03(\t\"e\n\x0bRewardCheck\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06passed\x18\x02 \x01(\x08\x12\x13\n\x0bimage_count\x18\x03 \x01(\r\x12\x13\n\x0bworst_error\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"H\n\x14\x43heckRewardsResponse\x12\x30\n\x06\x63hecks\x18\x01 \x03(\x0b\x32 .headwater.reward.v1.RewardCheck2\xc7\x02\n\rRewardService\x12\x66\n\x0bListRewards\x12\'.headwater.reward.v1.ListRewardsRequest\x1a(.headwater.reward.v1.ListRewardsResponse\"\x04\x88\xb5\x18\x02\x12\x63\n\nScoreGroup\x12&.headwater.reward.v1.ScoreGroupRequest\x1a\'.headwater.reward.v1.ScoreGroupResponse\"\x04\x88\xb5\x18\x02\x12i\n\x0c\x43heckRewards\x12(.headwater.reward.v1.CheckRewardsRequest\x1a).headwater.reward.v1.CheckRewardsResponse\"\x04\x88\xb5\x18\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,21 +45,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREWARDSREQUEST']._serialized_start=228
   _globals['_LISTREWARDSREQUEST']._serialized_end=248
   _globals['_REWARDINFO']._serialized_start=251
-  _globals['_REWARDINFO']._serialized_end=438
-  _globals['_LISTREWARDSRESPONSE']._serialized_start=440
-  _globals['_LISTREWARDSRESPONSE']._serialized_end=511
-  _globals['_SCOREGROUPREQUEST']._serialized_start=514
-  _globals['_SCOREGROUPREQUEST']._serialized_end=703
-  _globals['_SAMPLESCORES']._serialized_start=705
-  _globals['_SAMPLESCORES']._serialized_end=769
-  _globals['_SCOREGROUPRESPONSE']._serialized_start=772
-  _globals['_SCOREGROUPRESPONSE']._serialized_end=940
-  _globals['_CHECKREWARDSREQUEST']._serialized_start=942
-  _globals['_CHECKREWARDSREQUEST']._serialized_end=978
-  _globals['_REWARDCHECK']._serialized_start=980
-  _globals['_REWARDCHECK']._serialized_end=1081
-  _globals['_CHECKREWARDSRESPONSE']._serialized_start=1083
-  _globals['_CHECKREWARDSRESPONSE']._serialized_end=1155
-  _globals['_REWARDSERVICE']._serialized_start=1158
-  _globals['_REWARDSERVICE']._serialized_end=1485
+  _globals['_REWARDINFO']._serialized_end=507
+  _globals['_LISTREWARDSRESPONSE']._serialized_start=509
+  _globals['_LISTREWARDSRESPONSE']._serialized_end=580
+  _globals['_SCOREGROUPREQUEST']._serialized_start=583
+  _globals['_SCOREGROUPREQUEST']._serialized_end=772
+  _globals['_SAMPLESCORES']._serialized_start=774
+  _globals['_SAMPLESCORES']._serialized_end=838
+  _globals['_SCOREGROUPRESPONSE']._serialized_start=841
+  _globals['_SCOREGROUPRESPONSE']._serialized_end=1009
+  _globals['_CHECKREWARDSREQUEST']._serialized_start=1011
+  _globals['_CHECKREWARDSREQUEST']._serialized_end=1047
+  _globals['_REWARDCHECK']._serialized_start=1049
+  _globals['_REWARDCHECK']._serialized_end=1150
+  _globals['_CHECKREWARDSRESPONSE']._serialized_start=1152
+  _globals['_CHECKREWARDSRESPONSE']._serialized_end=1224
+  _globals['_REWARDSERVICE']._serialized_start=1227
+  _globals['_REWARDSERVICE']._serialized_end=1554
 # @@protoc_insertion_point(module_scope)

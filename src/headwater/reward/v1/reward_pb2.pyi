@@ -51,6 +51,8 @@ class RewardInfo(_message.Message):
     MAXIMUM_FIELD_NUMBER: _builtins.int
     DEFAULT_PARAMS_FIELD_NUMBER: _builtins.int
     ACCEPTS_VIDEO_FIELD_NUMBER: _builtins.int
+    GROUP_WISE_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Registered name."""
     description: _builtins.str
@@ -61,9 +63,15 @@ class RewardInfo(_message.Message):
     """Largest possible score; unset when unbounded."""
     accepts_video: _builtins.bool
     """Whether videos are accepted."""
+    group_wise: _builtins.bool
+    """Whether the score of a sample depends on the other samples of its group; such a group must come in one request."""
     @_builtins.property
     def default_params(self) -> _struct_pb2.Struct:
         """Accepted parameters with their default values."""
+
+    @_builtins.property
+    def check(self) -> Global___RewardCheck:
+        """The last self-test of this server, made at its start and by CheckRewards."""
 
     def __init__(
         self,
@@ -74,10 +82,12 @@ class RewardInfo(_message.Message):
         maximum: _builtins.float | None = ...,
         default_params: _struct_pb2.Struct | None = ...,
         accepts_video: _builtins.bool = ...,
+        group_wise: _builtins.bool = ...,
+        check: Global___RewardCheck | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "default_params", b"default_params", "maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "check", b"check", "default_params", b"default_params", "maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "accepts_video", b"accepts_video", "default_params", b"default_params", "description", b"description", "maximum", b"maximum", "minimum", b"minimum", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "accepts_video", b"accepts_video", "check", b"check", "default_params", b"default_params", "description", b"description", "group_wise", b"group_wise", "maximum", b"maximum", "minimum", b"minimum", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__maximum: _TypeAlias = _typing.Literal["maximum"]  # noqa: Y015
     _WhichOneofArgType__maximum: _TypeAlias = _typing.Literal["_maximum", b"_maximum"]  # noqa: Y015
