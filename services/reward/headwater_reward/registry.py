@@ -29,6 +29,7 @@ BUILT_IN: Mapping[str, str] = {
     "jpeg_incompressibility": "headwater_reward.rewards.jpeg:JpegIncompressibilityReward",
     "ocr": "headwater_reward.rewards.ocr:OcrReward",
     "pickscore": "headwater_reward.rewards.preference:PickScoreReward",
+    "vlm_judge": "headwater_reward.rewards.vlm_judge:VlmJudgeReward",
     "tiny-geneval": "headwater_reward.rewards.tiny_geneval:TinyGenevalReward",
 }
 
