@@ -14,6 +14,7 @@ import pytest
 import torch
 from google.protobuf.struct_pb2 import Struct
 from headwater_reward.config import RewardConfig
+from headwater_reward.registry import Score
 from headwater_reward.rewards.color_shape import ColorShapeReward
 from headwater_reward.service import RewardService
 from headwater_rollout.config import RolloutConfig
@@ -109,13 +110,15 @@ def engine(loaded_engine):
 
 
 @contextlib.asynccontextmanager
-async def reward_server(*rewards, bind="127.0.0.1:0"):
+async def reward_server(*rewards, bind="127.0.0.1:0", checked=False, stays=True):
     service = RewardService(rewards or (ColorShapeReward(),), RewardConfig())
     server = Server(bind, name="reward")
     server.add(add_RewardServiceServicer_to_server, service, "headwater.reward.v1.RewardService")
     address = await server.start()
     await service.load()
-    await server.set_serving(True)
+    if checked:
+        await service.check()
+    await server.set_serving(stays)
     try:
         yield address
     finally:
@@ -424,6 +427,45 @@ async def test_a_monitor_whose_server_is_away_stops_nothing(engine, executor):
         samples, _ = await generate(stub, request)
         assert from_item_error(samples[0].rewards[1].error).reason == "REWARD_UNAVAILABLE"
         assert worker.status.report().conditions[0].reason == "REWARD_UNAVAILABLE"
+
+
+class ForgetfulReward(ColorShapeReward):
+    """Loads, and returns zeros."""
+
+    name = "forgetful"
+
+    def score(self, batch):
+        return [Score(0.0)] * len(batch)
+
+
+async def test_a_reward_that_fails_its_golden_images_is_refused_before_generating(engine, executor):
+    async with (
+        reward_server(ForgetfulReward(), checked=True) as reward,
+        worker_at(engine, executor, reward) as (_, stub),
+    ):
+        with pytest.raises(FailedPrecondition, match=r"forgetful.*golden images.*scored 0\.0000") as caught:
+            await generate(stub, request_for(rewards=[RewardSpec(name="forgetful")]))
+        assert (caught.value.reason, caught.value.field) == ("REWARD_CHECK_FAILED", "rewards[0].name")
+    assert engine.calls == 0
+
+
+@pytest.mark.parametrize("name", ["forgetful", "no_such_reward"])
+@pytest.mark.parametrize("policy", [0, RewardFailurePolicy.REWARD_FAILURE_POLICY_FAIL_RUN])
+async def test_a_monitor_never_stops_a_run(engine, executor, name, policy):
+    request = request_for()
+    request.rewards.add(name=name, role=RewardRole.REWARD_ROLE_MONITOR, failure_policy=policy)
+    async with (
+        reward_server(ForgetfulReward(), ColorShapeReward(), checked=True) as reward,
+        worker_at(engine, executor, reward) as (_, stub),
+    ):
+        samples, _ = await generate(stub, request)
+    assert all(sample.HasField("total_reward") for sample in samples)
+
+
+async def test_a_draining_server_gets_no_calls(engine, executor):
+    async with reward_server(stays=False) as reward, worker_at(engine, executor, reward) as (_, stub):
+        with pytest.raises(Unavailable, match=f"reward server {reward}"):
+            await generate(stub, request_for(), timeout=2)
 
 
 async def test_the_next_group_is_generated_while_one_is_scored(engine, executor):

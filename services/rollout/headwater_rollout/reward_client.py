@@ -17,6 +17,7 @@ from headwater.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     HeadwaterError,
+    Internal,
     InvalidArgument,
     NotFound,
     OutOfBudget,
@@ -27,6 +28,7 @@ from headwater.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo, Score
 from headwater.reward.v1.reward_pb2_grpc import RewardServiceStub
 from headwater.rpc.channel import aio_channel
 from headwater.rpc.errors import from_rpc_error
+from headwater_rollout.circuit_breaker import CircuitBreaker
 from headwater_rollout.reward_policy import (
     POLICY,
     GroupDropped,
@@ -43,10 +45,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SERVICE = "headwater.reward.v1.RewardService"
 CONDITION = "REWARD_UNAVAILABLE"
 LIST_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 3.0
-PATIENCE_S = 5.0  # how long a reward that may be dropped is waited for, so that one blip drops nothing
+PATIENCE_S = 5.0  # how long a reward that may be dropped is tried again, so that one blip drops nothing
+MONITOR_TIMEOUT_S = 60.0  # how long a group is held for a reward that is only watched
 _RETRYABLE = (Unavailable, OutOfBudget, DeadlineExceeded)
 
 
@@ -58,17 +62,19 @@ class RewardClient:
         self._stubs: dict[str, RewardServiceAsyncStub] = {}
         self._channels: list[grpc.aio.Channel] = []
         for address in addresses:
-            self._channels.append(aio_channel(address))
+            self._channels.append(aio_channel(address, health_service=SERVICE))
             self._stubs[address] = RewardServiceStub(self._channels[-1])
         self._hosted: dict[str, Mapping[str, RewardInfo]] = {}  # by address; the last answer of each server
         self._down: dict[str, str] = {}  # by address: what went wrong
+        self._breaker = CircuitBreaker()
         self._turn = itertools.count()
 
     async def check(self, specs: Sequence[RewardSpec], deadline: float) -> None:
         """Check before generating that every reward has a server and takes its parameters.
 
         Waits until `deadline` (time.monotonic) for servers that do not answer. Raises `NotFound` naming the known
-        rewards, `InvalidArgument` for an unknown parameter, `FailedPrecondition` without servers, `Unavailable`.
+        rewards, `InvalidArgument` for an unknown parameter, `FailedPrecondition` without servers or when every server's
+        golden images fail, `Unavailable`. What is only watched is never a reason to stop, but for a wrong parameter.
         """
         if specs and not self._stubs:
             raise FailedPrecondition(
@@ -79,16 +85,18 @@ class RewardClient:
         while missing := {spec.name for spec in specs} - self._known():
             unanswered = await self._refresh()
             missing -= self._known()
-            if missing and not unanswered:
-                raise unknown_reward(missing, specs, self._known())
             if not missing & needed:
                 break
+            if not unanswered:
+                raise unknown_reward(missing & needed, specs, self._known())
             if time.monotonic() + delay_s > deadline:
                 raise self._unreachable(unanswered)
             await asyncio.sleep(delay_s)
             delay_s = min(3.0, delay_s * 1.5)
         for index, spec in enumerate(specs):
             self._check_params(spec, f"rewards[{index}].params")
+            if spec.name in needed:
+                await self._check_golden(spec.name, f"rewards[{index}].name")
 
     async def watch(self) -> None:
         """Learn what the servers host, and notice without being asked for a score that one answers again."""
@@ -140,9 +148,12 @@ class RewardClient:
     async def _score_with_policy(self, request: ScoreGroupRequest, spec: RewardSpec, deadline: float) -> Scores:
         policy = policy_of(spec)
         retry = policy == POLICY.REWARD_FAILURE_POLICY_RETRY
-        patience = time.monotonic() + (0.0 if self._down else PATIENCE_S)
+        now = time.monotonic()
+        if policy == POLICY.REWARD_FAILURE_POLICY_DROP_REWARD:
+            deadline = min(deadline, now + MONITOR_TIMEOUT_S)
+        give_up = deadline if retry else min(deadline, now + (0.0 if self._down else PATIENCE_S))
         try:
-            return await self._score_until(request, spec, deadline if retry else min(deadline, patience))
+            return await self._score_until(request, spec, deadline, give_up)
         except HeadwaterError as error:
             if policy == POLICY.REWARD_FAILURE_POLICY_DROP_REWARD:
                 failed = RewardScore(name=spec.name, error=to_item_error(error))
@@ -156,15 +167,17 @@ class RewardClient:
                 ) from error
             raise
 
-    async def _score_until(self, request: ScoreGroupRequest, spec: RewardSpec, deadline: float) -> Scores:
-        """Try again with backoff until the deadline, as long as trying again can help. At least one attempt."""
+    async def _score_until(
+        self, request: ScoreGroupRequest, spec: RewardSpec, deadline: float, give_up: float
+    ) -> Scores:
+        """Try again with backoff while it can help; only the first attempt may start after `give_up`."""
         delay_s = 0.1
         while True:
             try:
                 return await self._score_once(request, spec, deadline)
             except _RETRYABLE as error:
                 delay_s = max(delay_s, min(error.retry_after_s or 0.0, 5.0))
-                if time.monotonic() + delay_s > deadline:
+                if time.monotonic() + delay_s > give_up:
                     raise
                 await asyncio.sleep(delay_s)
                 delay_s = min(3.0, delay_s * 1.5)
@@ -172,6 +185,7 @@ class RewardClient:
     async def _score_once(self, request: ScoreGroupRequest, spec: RewardSpec, deadline: float) -> Scores:
         address = self._choose(spec.name)
         timeout_s = max(0.5, deadline - time.monotonic())
+        self._breaker.calls(address)
         try:
             response = await self._stubs[address].ScoreGroup(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as rpc_error:
@@ -184,16 +198,29 @@ class RewardClient:
                 await self._refresh()
                 if spec.name in self._known():
                     raise Unavailable(f"reward {spec.name!r} has moved from {address}") from error
+            if isinstance(error, DeadlineExceeded | Internal):
+                self._breaker.failed(address)
             raise error from rpc_error
         self._set_up(address)
+        self._breaker.succeeded(address)
         return read_scores(response, spec, len(request.media))
 
     def _choose(self, name: str) -> str:
         """A server that hosts the reward, in turn; one that answered last rather than one that did not."""
         hosts = [address for address, rewards in self._hosted.items() if name in rewards]
         if not hosts:
-            raise self._unreachable([address for address in self._stubs if address not in self._hosted])
-        live = [address for address in hosts if address not in self._down] or hosts
+            silent = [address for address in self._stubs if address not in self._hosted]
+            if not silent:
+                raise Unavailable(f"no reward server hosts {name!r} now", reason="REWARD_UNKNOWN")
+            raise self._unreachable(silent)
+        hosts = [address for address in hosts if not self._golden_failure(address, name)] or hosts
+        if not (closed := self._breaker.closed(hosts)):
+            raise Unavailable(
+                f"reward {name!r}: {', '.join(hosts)} failed several times in a row and rests; see its log",
+                reason="REWARD_CIRCUIT_OPEN",
+                retry_after_s=self._breaker.wait_s(hosts),
+            )
+        live = [address for address in closed if address not in self._down] or closed
         return live[next(self._turn) % len(live)]
 
     def _known(self) -> set[str]:
@@ -213,6 +240,29 @@ class RewardClient:
         self._hosted[address] = {info.name: info for info in response.rewards}
         self._set_up(address)
         return True
+
+    async def _check_golden(self, name: str, field: str) -> None:
+        """Raises `FailedPrecondition` when all servers of a reward say that its golden images fail."""
+
+        def failures() -> list[str]:
+            hosts = [address for address, rewards in self._hosted.items() if name in rewards]
+            found = [f"{address}: {text}" for address in hosts if (text := self._golden_failure(address, name))]
+            return found if len(found) == len(hosts) else []
+
+        if failures():
+            await self._refresh()  # somebody may have repaired it
+        if failed := failures():
+            raise FailedPrecondition(
+                f"reward {name!r} fails its golden images ({'; '.join(failed)}), so its scores mean nothing; repair it "
+                "and start its server again, or have it check again: headwater reward check",
+                field=field,
+                reason="REWARD_CHECK_FAILED",
+            )
+
+    def _golden_failure(self, address: str, name: str) -> str:
+        """What failed in the last self-test of a server; "" when it has passed or was not made."""
+        info = self._hosted[address][name]
+        return info.check.detail if info.HasField("check") and not info.check.passed else ""
 
     def _check_params(self, spec: RewardSpec, field: str) -> None:
         infos = [rewards[spec.name] for rewards in self._hosted.values() if spec.name in rewards]

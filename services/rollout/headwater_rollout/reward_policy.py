@@ -23,11 +23,12 @@ class GroupDropped(Exception):
 
 
 def policy_of(spec: RewardSpec) -> "RewardFailurePolicy.ValueType":
-    """The policy of a reward: as given, else RETRY for a TRAIN and DROP_REWARD for a MONITOR reward."""
+    """The policy of a reward: DROP_REWARD for a MONITOR, which never stops a run, else as given, else RETRY."""
+    if spec.role == RewardRole.REWARD_ROLE_MONITOR:
+        return POLICY.REWARD_FAILURE_POLICY_DROP_REWARD
     if spec.failure_policy != POLICY.REWARD_FAILURE_POLICY_UNSPECIFIED:
         return spec.failure_policy
-    monitor = spec.role == RewardRole.REWARD_ROLE_MONITOR
-    return POLICY.REWARD_FAILURE_POLICY_DROP_REWARD if monitor else POLICY.REWARD_FAILURE_POLICY_RETRY
+    return POLICY.REWARD_FAILURE_POLICY_RETRY
 
 
 def parts_of(media: Sequence[Media]) -> list[list[Media]]:

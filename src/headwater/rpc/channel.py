@@ -1,5 +1,7 @@
 """Client channels with the limits and keepalive that every service of Headwater expects."""
 
+import json
+
 import grpc
 import grpc.aio
 
@@ -25,16 +27,21 @@ OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-def aio_channel(address: str, *, server_name: str = "", security: Security | None = None) -> grpc.aio.Channel:
+def aio_channel(
+    address: str, *, server_name: str = "", security: Security | None = None, health_service: str = ""
+) -> grpc.aio.Channel:
     """An asyncio channel to host:port or dns:///name:port, with the credentials of this process.
+
+    With `health_service` only servers whose health for that service is SERVING get calls.
 
     Over TLS the server's certificate must be for the host in `address`, or for `server_name` where one is given.
     `security` is another identity than the process's own.
     """
     credentials = channel_credentials(current() if security is None else security)
+    options = (*_options(server_name if credentials else ""), *_health(health_service))
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=_options(server_name))
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def sync_channel(address: str, *, server_name: str = "", security: Security | None = None) -> grpc.Channel:
@@ -47,3 +54,10 @@ def sync_channel(address: str, *, server_name: str = "", security: Security | No
 
 def _options(server_name: str) -> tuple[tuple[str, int | str], ...]:
     return (*OPTIONS, ("grpc.ssl_target_name_override", server_name)) if server_name else OPTIONS
+
+
+def _health(service: str) -> tuple[tuple[str, str], ...]:
+    if not service:
+        return ()
+    config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": service}}
+    return (("grpc.service_config", json.dumps(config)),)
