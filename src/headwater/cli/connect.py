@@ -15,7 +15,10 @@ CONNECT_TIMEOUT_S = 5.0
 
 @contextmanager
 def connected(address: str, service: str) -> Iterator[grpc.Channel]:
-    """A channel to the router or the trainer. Raises `Unavailable` with the remedy, and failed calls as our errors."""
+    """A channel to the router, the trainer or a reward server.
+
+    Raises `Unavailable` with the remedy, and failed calls as our errors.
+    """
     _check_address(address, service)
     with sync_channel(address) as channel:
         try:

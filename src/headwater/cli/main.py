@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headwater import __version__
 from headwater.cli import output, parity
 
-COMMANDS = ("quickstart", "up", "train", "eval", "submit", "status", "certs", "parity")
+COMMANDS = ("quickstart", "up", "train", "eval", "submit", "status", "reward", "certs", "parity")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
