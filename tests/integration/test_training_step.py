@@ -196,6 +196,19 @@ def test_nft_groups_hold_final_latents_only_and_old_ones_are_welcome(model, stor
     assert reports[0]["staleness/share_0"] == 0
 
 
+def test_old_means_are_those_before_the_first_update(model, store, ranks):
+    text = "[objective]\nguard = true\ndppo_threshold = 1e-3\nrecompute_old_log_prob = true\n"
+    t, _, notices, _ = make_trainer(text, model, store, ranks, updates_per_batch=2)
+    seen = []
+    terms = t.objective.terms
+    t.objective.terms = lambda policy, batch: seen.append(terms(policy, batch)) or seen[-1]
+    assert train(t)
+    assert notices == []
+    assert bool((seen[0].means["divergence/mean"] == 0).all())
+    assert bool((seen[0].means["ratio/mean"] == 1).all())
+    assert bool((seen[-1].means["divergence/mean"] > 0).all())
+
+
 def test_the_ratio_of_awm_is_to_the_policy_before_the_step(model, store, ranks):
     t, _, notices, reports = make_trainer(AWM, model, store, ranks, updates_per_batch=2)
     seen = []

@@ -85,6 +85,8 @@ def test_overrides_are_toml_typed_and_plain_text_is_a_string(tmp_path):
         ("rewards.0.failure_policy=drop_reward", "rewards.failure_policy", "cannot use"),
         ("filters=['best']", "filters.0", "zero_variance"),
         ("rewards=[]", "rewards", "at least 1"),
+        ("objective.guard=true", "objective.guard", "recompute_old_log_prob"),
+        ("objective.dppo_threshold=0.1", "objective.dppo_threshold", "recompute_old_log_prob"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tmp_path, override, field, words):
@@ -160,6 +162,15 @@ def test_nft_rolls_out_by_the_ode_also_in_one_step_and_survives_being_written_ou
     assert not recipe.rollout_sampling().HasField("transition")
     assert parse_recipe(dump_toml(recipe)) == recipe
     assert minimal(tmp_path).rollout_sampling().HasField("transition")
+
+
+def test_guard_refuses_log_probs_that_its_bias_does_not_fit(tmp_path):
+    wanted = ["objective.guard=true", "objective.recompute_old_log_prob=true"]
+    minimal(tmp_path, *wanted)
+    for override, words in (("objective.log_prob_reduction=sum", "'mean'"), ("sampling.transition=cps", "'dance'")):
+        with pytest.raises(InvalidArgument, match=words) as e:
+            minimal(tmp_path, *wanted, override)
+        assert e.value.field == "objective.guard"
 
 
 def test_cps_must_leave_the_last_step_out(tmp_path):

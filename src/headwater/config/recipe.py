@@ -297,6 +297,7 @@ class Recipe(Section):
                 reason="RECIPE_INVALID",
             )
         _check_reference(self.objective, self.ema)
+        _check_means(self.objective, self.sampling)
         try:
             sampling_rules.resolve(self.rollout_sampling(), group_seed=0)
         except InvalidArgument as e:
@@ -344,6 +345,20 @@ class Recipe(Section):
                 reason="RECIPE_INVALID",
             )
         return self
+
+
+def _check_means(objective: ObjectiveSection, sampling: SamplingSection) -> None:
+    """What GRPO-Guard and Flow-DPPO need."""
+    key = "objective.guard" if objective.guard else "objective.dppo_threshold"
+    why = ""
+    if objective.compares_means and not objective.recompute_old_log_prob:
+        why = "the old policy's means, which the engine does not record; set objective.recompute_old_log_prob = true"
+    elif objective.guard and objective.log_prob_reduction == "sum":
+        why = "the mean log-probability; set objective.log_prob_reduction = 'mean'"
+    elif objective.guard and sampling.transition == "cps":
+        why = "a log-probability with its constants, which cps drops; set sampling.transition to 'sde' or 'dance'"
+    if why:
+        raise InvalidArgument(f"{key} needs {why}", field=key, reason="RECIPE_INVALID")
 
 
 def _check_reference(objective: ObjectiveSection, ema: EmaSection | None) -> None:
