@@ -78,7 +78,6 @@ class Feeder:
         self._order = order
         self._notice = notice
         self._capacity = (recipe.train.staleness_bound + 1) * recipe.train.groups_per_step
-        self._sampling = recipe.rollout_sampling()
         self._rewards = [reward.to_proto() for reward in recipe.rewards]
         self._step = 0
         self._next = 0
@@ -262,7 +261,7 @@ class Feeder:
             text=item.text,
             metadata=ParseDict(dict(item.metadata), Struct()),
             seeds=self._order.seeds(number, self._recipe.train.group_size),
-            sampling=self._sampling,
+            sampling=self._recipe.rollout_sampling(number // self._recipe.train.groups_per_step),
             rewards=self._rewards,
             filters=self._recipe.filters,
             publish=PublishMode.PUBLISH_MODE_STREAM,

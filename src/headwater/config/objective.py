@@ -16,6 +16,11 @@ _ROLLOUT: tuple[ObjectiveName, ...] = (*_ADVANTAGE, "dpo")
 _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "sampling.transition": ("flow_grpo",),
     "sampling.noise_level": ("flow_grpo",),
+    "sampling.step_strategy": ("flow_grpo",),
+    "sampling.random_candidates": ("flow_grpo",),
+    "sampling.random_count": ("flow_grpo",),
+    "sampling.window_stride": ("flow_grpo",),
+    "sampling.window_every": ("flow_grpo",),
     "sampling.window_size": ("flow_grpo",),
     "sampling.window_begin": ("flow_grpo",),
     "sampling.window_end": ("flow_grpo",),
