@@ -1,5 +1,8 @@
 """Single steps on one rank in this process: data that cannot be used, numbers that are not finite, guidance."""
 
+import json
+import math
+
 import pytest
 import torch
 from headwater_trainer.batch import assign_advantages, load_batch, split_groups, train_rewards
@@ -12,6 +15,7 @@ from headwater_trainer.ranks import RunFailed, join
 from headwater_trainer.train import Hooks, Trainer, train
 from headwater_trainer.transition_pairs import transitions
 from recorded import make_groups
+from safetensors.torch import load_file
 
 from headwater.config.load import parse_recipe
 from headwater.diffusion import families, tiny_sd3
@@ -313,7 +317,7 @@ def test_a_reward_that_is_not_finite_is_never_trained_on(model, store, ranks):
     assert reports[0]["steps/skipped"] == 1
 
 
-def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks):
+def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks, tmp_path):
     def poison(groups):
         log_probs = groups[0].samples[0].trajectory.log_probs
         log_probs.CopyFrom(torch_codec.encode(torch.tensor([-1e6, -1e6])))  # a ratio of infinity
@@ -321,11 +325,33 @@ def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks):
 
     # The engine's log-probs are far off on purpose: let the run go on all the same.
     t, _, notices, reports = make_trainer("[objective]\nmax_log_prob_drift = 1e9\n", model, store, ranks, poison)
-    before = t.policy.changed_weights()
+    before, t.dump_folder = t.policy.changed_weights(), tmp_path / "skipped"
     assert train(t)
+    written = json.loads((t.dump_folder / "step_00000001_rank_0.json").read_text())
+    assert (written["pair"]["group_id"], written["pair"]["sample_index"]) == ("g00000000", 0)
+    assert math.isinf(written["pair_loss"])
+    tensors = load_file(t.dump_folder / "step_00000001_rank_0.safetensors")
+    assert tensors.keys() >= {"latent", "next_latent", "positive.encoder_hidden_states"}
     assert [reason for reason, _ in notices] == ["STEP_SKIPPED"]
     assert (t.state.updates, t.state.skipped, reports[0]["steps/skipped"]) == (0, 1, 1)
     assert all(torch.equal(value, before[name]) for name, value in t.policy.changed_weights().items())
+
+
+@pytest.mark.parametrize(("factor", "norm", "skipped"), [("3.0", 0.2, True), ("1e6", 0.2, False), ("", 1e-6, False)])
+def test_a_gradient_spike_skips_the_update(factor, norm, skipped, model, store, ranks):
+    t, _, notices, reports = make_trainer(LORA, model, store, ranks)
+    if factor:
+        section = t.recipe.train.model_copy(update={"grad_spike_factor": float(factor)})
+        t.recipe = t.recipe.model_copy(update={"train": section})
+    assert train(t)
+    usual = reports[0]["grad_norm"]
+    t, _, notices, reports = make_trainer(LORA, model, store, ranks)
+    if factor:
+        t.recipe = t.recipe.model_copy(update={"train": section})
+    t.state.grad_norms = [usual * norm] * 16
+    assert train(t)
+    assert (t.state.updates == 0, [reason for reason, _ in notices] == ["STEP_SKIPPED"]) == (skipped, skipped)
+    assert t.state.grad_norms == [*[usual * norm] * 16, usual]
 
 
 def test_a_run_that_begins_apart_from_its_engine_ends_before_it_publishes(model, store, ranks):

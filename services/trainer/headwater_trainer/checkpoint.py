@@ -33,6 +33,7 @@ class TrainState:
     updates: int = 0  # optimizer updates made
     skipped: int = 0  # updates skipped because something was not finite
     cursor: Cursor = field(default_factory=Cursor)
+    grad_norms: list[float] = field(default_factory=list)  # of the last updates
 
 
 class Checkpoints:
@@ -87,7 +88,9 @@ class Checkpoints:
         tensors = _model_tensors(parameters)
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path / "model")))
         raw = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        state = TrainState(raw["step"], raw["updates"], raw["skipped"], Cursor(**raw["cursor"]))
+        state = TrainState(
+            raw["step"], raw["updates"], raw["skipped"], Cursor(**raw["cursor"]), raw.get("grad_norms", [])
+        )
         if state.updates:
             _create_moments(parameters, optimizer, state.updates)
             dcp.load(_moments(parameters, optimizer), storage_reader=HuggingFaceStorageReader(str(path / "optimizer")))

@@ -85,7 +85,7 @@ class _Run:
         ranks.first_only("open stream and router", lambda: self._open(store))
         self.trainer = Trainer(
             recipe, policy, make_objective(recipe), optimizer, SharedSource(self._source, ranks), store.get, ranks,
-            Hooks(self._publish, self._report, self.save, self._notice),
+            Hooks(self._publish, self._report, self.save, self._notice), dump_folder=self._folder / "skipped",
         )  # fmt: skip
         if (latest := self._checkpoints.latest()) is not None:
             self.trainer.state = self._checkpoints.load(latest, policy.tensors(), optimizer)

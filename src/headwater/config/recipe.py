@@ -246,6 +246,8 @@ class TrainSection(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
+    grad_spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Skip an update whose gradient norm exceeds this many times the median of the last 64; absent: never."""
     checkpoint_every: NotNegative = 0
     """Steps between checkpoints; 0: only at the end of the run."""
     keep_checkpoints: Positive = 2
