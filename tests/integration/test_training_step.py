@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from headwater_trainer.batch import assign_advantages, load_batch, split_groups, train_rewards
+from headwater_trainer.checkpoint import Checkpoints, list_checkpoints
 from headwater_trainer.groups import Cursor, GroupBatch, SharedSource, Signal
 from headwater_trainer.model import load_policy
 from headwater_trainer.objectives import make_objective
@@ -352,6 +353,31 @@ def test_a_gradient_spike_skips_the_update(factor, norm, skipped, model, store, 
     assert train(t)
     assert (t.state.updates == 0, [reason for reason, _ in notices] == ["STEP_SKIPPED"]) == (skipped, skipped)
     assert t.state.grad_norms == [*[usual * norm] * 16, usual]
+
+
+def test_a_roll_back_gives_the_weights_of_the_good_step_and_removes_what_came_after(model, store, ranks, tmp_path):
+    t, *_ = make_trainer(LORA, model, store, ranks, steps=4)
+    checkpoints, weights = Checkpoints(tmp_path / "kept", ranks, keep=9), {}
+
+    def save(step):
+        weights[step] = {name: value.detach().clone() for name, value in t.policy.trainable().items()}
+        checkpoints.save(t.state, t.policy.tensors(), t.optimizer, "")
+
+    t.hooks.publish = save
+    assert train(t)
+    good = checkpoints.roll_back(2)
+    assert [path.name for path in list_checkpoints(tmp_path / "kept")] == ["step_00000001", "step_00000002"]
+    t.state = checkpoints.load(good, t.policy.tensors(), t.optimizer)
+    assert (t.state.step, len(t.state.grad_norms)) == (2, 2)
+    assert all(torch.equal(value, weights[2][name]) for name, value in t.policy.trainable().items())
+    assert checkpoints.roll_back(0).name == "step_00000001"  # the best there is
+
+
+def test_a_run_that_is_told_to_ends(model, store, ranks):
+    t, *_ = make_trainer(LORA, model, store, ranks, steps=4)
+    t.hooks.watch = lambda step, values: step == 2
+    assert train(t) is False
+    assert t.state.step == 2
 
 
 def test_a_run_that_begins_apart_from_its_engine_ends_before_it_publishes(model, store, ranks):

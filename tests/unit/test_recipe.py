@@ -97,6 +97,8 @@ def test_overrides_are_toml_typed_and_plain_text_is_a_string(tmp_path):
             "sampling.random_candidates",
             "std of 0",
         ),
+        ("monitor.on_fall=rollback", "monitor.on_fall", "role 'monitor'"),
+        ("monitor.window=1", "monitor.window", "greater than or equal to 2"),
         ("prompts.texts=[]", "prompts.texts", "at least one"),
         ("prompts.path=x.txt", "prompts.path", "exactly one"),
         ("rewards.0.role=monitor", "rewards", "role 'train'"),

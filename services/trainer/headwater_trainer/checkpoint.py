@@ -51,6 +51,17 @@ class Checkpoints:
         name = self._ranks.broadcast((found[-1].name if found else "").encode() if self._ranks.is_first else None)
         return self._folder / name.decode() if name else None
 
+    def roll_back(self, step: int) -> Path | None:
+        """Remove the checkpoints after `step`, but for the oldest; the newest that is left, as rank 0 sees it."""
+
+        def remove() -> None:
+            for path in list_checkpoints(self._folder)[1:]:
+                if int(path.name.removeprefix(_PREFIX)) > step:
+                    shutil.rmtree(path)
+
+        self._ranks.first_only("remove later checkpoints", remove)
+        return self.latest()
+
     def save(
         self, state: TrainState, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, recipe: str
     ) -> Path:

@@ -33,6 +33,7 @@ class Hooks:
 
     publish: Callable[[int], None] = lambda step: None  # send the weights as version `step`
     report: Callable[[int, Values], None] = lambda step, values: None
+    watch: Callable[[int, Values], bool] = lambda step, values: False  # whether the run must end here
     save: Callable[[], None] = lambda: None  # write a checkpoint
     notice: Callable[[str, str], None] = lambda reason, message: None
 
@@ -77,6 +78,8 @@ def train(t: Trainer) -> bool:
         t.source.trained(t.state.step)
         values |= _pace(values, begun, received, trained, time.monotonic())
         t.hooks.report(t.state.step, values)
+        if t.hooks.watch(t.state.step, values):
+            return False
         if section.checkpoint_every and t.state.step % section.checkpoint_every == 0 and t.state.step < section.steps:
             t.hooks.save()
     return True

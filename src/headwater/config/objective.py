@@ -45,6 +45,7 @@ _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "objective.ddof": _ADVANTAGE,
     "objective.combine": _ADVANTAGE,
     "rewards": _ROLLOUT,
+    "monitor": _ROLLOUT,
     "train.grad_spike_factor": _ROLLOUT,
     "data": ("sft",),
     "ema": ("sft", *_ADVANTAGE),

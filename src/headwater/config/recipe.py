@@ -269,6 +269,17 @@ class TrainSection(Section):
         return self
 
 
+class MonitorSection(Section):
+    """`[monitor]`: what happens when a monitor reward falls while the train reward rises."""
+
+    on_fall: Literal["ignore", "warn", "rollback"] = "warn"
+    """rollback ends the run and puts back the newest checkpoint from when the monitor was at its best."""
+    window: Annotated[int, Field(ge=2, le=10_000)] = 10
+    """Steps whose means are compared with those at which the monitor was highest."""
+    deviations: PositiveFloat = 3.0
+    """Standard errors by which the monitor must have fallen."""
+
+
 class OptimizerSection(Section):
     """`[optimizer]`: AdamW."""
 
@@ -320,6 +331,8 @@ class Recipe(Section):
     """Advantages and loss."""
     train: TrainSection
     """Size and pace."""
+    monitor: MonitorSection = MonitorSection()
+    """Reward hacking."""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW."""
     lora: LoraSection | None = None
@@ -375,6 +388,17 @@ class Recipe(Section):
             raise InvalidArgument(e.message.replace(e.field, key, 1), field=key, reason="RECIPE_INVALID") from e
         return self
 
+    def _check_rollback(self) -> None:
+        lacks = "" if self.train.checkpoint_every else "train.checkpoint_every is 0, so there is nothing to go back to"
+        if all(reward.role != "monitor" for reward in self.rewards):
+            lacks = "no reward has role 'monitor', so nothing can fall"
+        if lacks:
+            raise InvalidArgument(
+                f"monitor.on_fall is 'rollback' and {lacks}",
+                field="monitor.on_fall",
+                reason="RECIPE_INVALID",
+            )
+
     def _check_preferences(self) -> None:
         most = self.train.group_size // 2
         if self.objective.pairs_per_group > most:
@@ -406,6 +430,8 @@ class Recipe(Section):
                 field="rewards",
                 reason="RECIPE_INVALID",
             )
+        if self.monitor.on_fall == "rollback":
+            self._check_rollback()
         if self.objective.name == "dpo":
             self._check_preferences()
         if self.train.group_size == 1 and ("zero_variance" in self.filters or self.objective.ddof == 1):
