@@ -18,6 +18,7 @@ from headwater_trainer.config import TrainerConfig
 from headwater_trainer.feeder import Feeder
 from headwater_trainer.frontend import Frontend
 from headwater_trainer.groups import SharedSource, Signal
+from headwater_trainer.hooks import load_hooks
 from headwater_trainer.metrics import MetricsFile
 from headwater_trainer.model import load_policy
 from headwater_trainer.monitor_guard import MonitorGuard
@@ -72,6 +73,7 @@ class _Run:
         self._source: StreamSource | None = None
         self._sender: WeightSender | None = None
         self._caught_up_at = time.monotonic()
+        self._hooks = load_hooks(recipe.hooks, config.allow_hooks)
         monitors = [reward.name for reward in recipe.rewards if reward.role == "monitor"]
         section = recipe.monitor
         self._guard = MonitorGuard(monitors, window=section.window, deviations=section.deviations)
@@ -88,7 +90,8 @@ class _Run:
         store = ranks.together("open the blob store", lambda: BlobStore(self._config.blob_root))
         ranks.first_only("open stream and router", lambda: self._open(store))
         self.trainer = Trainer(
-            recipe, policy, make_objective(recipe), optimizer, SharedSource(self._source, ranks), store.get, ranks,
+            recipe, policy, (self._hooks.objective or make_objective)(recipe), optimizer,
+            SharedSource(self._source, ranks), store.get, ranks,
             Hooks(self._publish, self._report, self._watch, self.save, self._notice),
             dump_folder=self._folder / "skipped",
         )  # fmt: skip
@@ -117,12 +120,13 @@ class _Run:
         order = PromptOrder(items, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         stream = ScoredStream(config.redis, run_id, config.consumer)
         stream.open()
-        feeder = Feeder(config.router, run_id, recipe, order, self._notice)
+        feeder = Feeder(config.router, run_id, recipe, order, self._notice, steps=self._hooks.steps)
         component = check_model(recipe).components[0]
         self._sender = WeightSender(config.router, run_id, component, host=config.weight_host or None)
         self._source = StreamSource(
             recipe, run_id, stream, store, feeder, self._frontend.background,
             asked=self._asked, idle=self._idle, notice=self._notice, wait_limit_s=config.wait_limit_s,
+            unwanted=self._hooks.filter,
         )  # fmt: skip
 
     def _start_source(self) -> None:

@@ -46,6 +46,8 @@ _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "objective.combine": _ADVANTAGE,
     "rewards": _ROLLOUT,
     "monitor": _ROLLOUT,
+    "hooks": _ROLLOUT,
+    "hooks.steps": ("flow_grpo",),
     "train.grad_spike_factor": _ROLLOUT,
     "data": ("sft",),
     "ema": ("sft", *_ADVANTAGE),

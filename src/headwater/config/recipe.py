@@ -280,6 +280,17 @@ class MonitorSection(Section):
     """Standard errors by which the monitor must have fallen."""
 
 
+class HooksSection(Section):
+    """`[hooks]`: code of one's own, `module:name` or an entry point, that the trainer was started to allow."""
+
+    objective: Annotated[str, Field(min_length=1)] | None = None
+    """Class that stands in for the named objective, whose keys and rollouts it shares."""
+    filter: Annotated[str, Field(min_length=1)] | None = None
+    """Function of a scored group that says why it is not trained on, or ""."""
+    steps: Annotated[str, Field(min_length=1)] | None = None
+    """flow_grpo: function of round and seed that gives the stochastic steps, in place of sampling.step_strategy."""
+
+
 class OptimizerSection(Section):
     """`[optimizer]`: AdamW."""
 
@@ -333,6 +344,8 @@ class Recipe(Section):
     """Size and pace."""
     monitor: MonitorSection = MonitorSection()
     """Reward hacking."""
+    hooks: HooksSection = HooksSection()
+    """Code of one's own."""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW."""
     lora: LoraSection | None = None
