@@ -156,7 +156,7 @@ def train(recipe: Recipe, sampler: Sampler, ranks: Ranks, images: int) -> None:
         begin = step * section.groups_per_step
         items = [order.prompt(begin + index // section.group_size) for index in range(batch)]
         seed = seed_of(recipe.run.seed, step)
-        stochastic = resolve(recipe.rollout_sampling(), group_seed=seed).stochastic_steps
+        stochastic = resolve(recipe.rollout_sampling(step), group_seed=seed).stochastic_steps
         sampled = sampler.draw(items, seed, stochastic)
         groups = [index // section.group_size for index in range(batch)]
         advantages = combined_advantages({"reward": sampled.partial}, {"reward": 1.0}, groups, rule)

@@ -1,8 +1,12 @@
 """Single steps on one rank in this process: data that cannot be used, numbers that are not finite, guidance."""
 
+import json
+import math
+
 import pytest
 import torch
 from headwater_trainer.batch import assign_advantages, load_batch, split_groups, train_rewards
+from headwater_trainer.checkpoint import Checkpoints, list_checkpoints
 from headwater_trainer.groups import Cursor, GroupBatch, SharedSource, Signal
 from headwater_trainer.model import load_policy
 from headwater_trainer.objectives import make_objective
@@ -12,6 +16,7 @@ from headwater_trainer.ranks import RunFailed, join
 from headwater_trainer.train import Hooks, Trainer, train
 from headwater_trainer.transition_pairs import transitions
 from recorded import make_groups
+from safetensors.torch import load_file
 
 from headwater.config.load import parse_recipe
 from headwater.diffusion import families, tiny_sd3
@@ -196,6 +201,19 @@ def test_nft_groups_hold_final_latents_only_and_old_ones_are_welcome(model, stor
     assert reports[0]["staleness/share_0"] == 0
 
 
+def test_old_means_are_those_before_the_first_update(model, store, ranks):
+    text = "[objective]\nguard = true\ndppo_threshold = 1e-3\nrecompute_old_log_prob = true\n"
+    t, _, notices, _ = make_trainer(text, model, store, ranks, updates_per_batch=2)
+    seen = []
+    terms = t.objective.terms
+    t.objective.terms = lambda policy, batch: seen.append(terms(policy, batch)) or seen[-1]
+    assert train(t)
+    assert notices == []
+    assert bool((seen[0].means["divergence/mean"] == 0).all())
+    assert bool((seen[0].means["ratio/mean"] == 1).all())
+    assert bool((seen[-1].means["divergence/mean"] > 0).all())
+
+
 def test_the_ratio_of_awm_is_to_the_policy_before_the_step(model, store, ranks):
     t, _, notices, reports = make_trainer(AWM, model, store, ranks, updates_per_batch=2)
     seen = []
@@ -300,7 +318,7 @@ def test_a_reward_that_is_not_finite_is_never_trained_on(model, store, ranks):
     assert reports[0]["steps/skipped"] == 1
 
 
-def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks):
+def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks, tmp_path):
     def poison(groups):
         log_probs = groups[0].samples[0].trajectory.log_probs
         log_probs.CopyFrom(torch_codec.encode(torch.tensor([-1e6, -1e6])))  # a ratio of infinity
@@ -308,11 +326,58 @@ def test_a_loss_that_is_not_finite_skips_the_update(model, store, ranks):
 
     # The engine's log-probs are far off on purpose: let the run go on all the same.
     t, _, notices, reports = make_trainer("[objective]\nmax_log_prob_drift = 1e9\n", model, store, ranks, poison)
-    before = t.policy.changed_weights()
+    before, t.dump_folder = t.policy.changed_weights(), tmp_path / "skipped"
     assert train(t)
+    written = json.loads((t.dump_folder / "step_00000001_rank_0.json").read_text())
+    assert (written["pair"]["group_id"], written["pair"]["sample_index"]) == ("g00000000", 0)
+    assert math.isinf(written["pair_loss"])
+    tensors = load_file(t.dump_folder / "step_00000001_rank_0.safetensors")
+    assert tensors.keys() >= {"latent", "next_latent", "positive.encoder_hidden_states"}
     assert [reason for reason, _ in notices] == ["STEP_SKIPPED"]
     assert (t.state.updates, t.state.skipped, reports[0]["steps/skipped"]) == (0, 1, 1)
     assert all(torch.equal(value, before[name]) for name, value in t.policy.changed_weights().items())
+
+
+@pytest.mark.parametrize(("factor", "norm", "skipped"), [("3.0", 0.2, True), ("1e6", 0.2, False), ("", 1e-6, False)])
+def test_a_gradient_spike_skips_the_update(factor, norm, skipped, model, store, ranks):
+    t, _, notices, reports = make_trainer(LORA, model, store, ranks)
+    if factor:
+        section = t.recipe.train.model_copy(update={"grad_spike_factor": float(factor)})
+        t.recipe = t.recipe.model_copy(update={"train": section})
+    assert train(t)
+    usual = reports[0]["grad_norm"]
+    t, _, notices, reports = make_trainer(LORA, model, store, ranks)
+    if factor:
+        t.recipe = t.recipe.model_copy(update={"train": section})
+    t.state.grad_norms = [usual * norm] * 16
+    assert train(t)
+    assert (t.state.updates == 0, [reason for reason, _ in notices] == ["STEP_SKIPPED"]) == (skipped, skipped)
+    assert t.state.grad_norms == [*[usual * norm] * 16, usual]
+
+
+def test_a_roll_back_gives_the_weights_of_the_good_step_and_removes_what_came_after(model, store, ranks, tmp_path):
+    t, *_ = make_trainer(LORA, model, store, ranks, steps=4)
+    checkpoints, weights = Checkpoints(tmp_path / "kept", ranks, keep=9), {}
+
+    def save(step):
+        weights[step] = {name: value.detach().clone() for name, value in t.policy.trainable().items()}
+        checkpoints.save(t.state, t.policy.tensors(), t.optimizer, "")
+
+    t.hooks.publish = save
+    assert train(t)
+    good = checkpoints.roll_back(2)
+    assert [path.name for path in list_checkpoints(tmp_path / "kept")] == ["step_00000001", "step_00000002"]
+    t.state = checkpoints.load(good, t.policy.tensors(), t.optimizer)
+    assert (t.state.step, len(t.state.grad_norms)) == (2, 2)
+    assert all(torch.equal(value, weights[2][name]) for name, value in t.policy.trainable().items())
+    assert checkpoints.roll_back(0).name == "step_00000001"  # the best there is
+
+
+def test_a_run_that_is_told_to_ends(model, store, ranks):
+    t, *_ = make_trainer(LORA, model, store, ranks, steps=4)
+    t.hooks.watch = lambda step, values: step == 2
+    assert train(t) is False
+    assert t.state.step == 2
 
 
 def test_a_run_that_begins_apart_from_its_engine_ends_before_it_publishes(model, store, ranks):

@@ -51,6 +51,8 @@ PLAIN = {
 }  # fmt: skip
 NFT = {"sampling": "", "objective": 'name = "nft"\nsigmas_per_sample = 2'}
 
+AWM = {"sampling": "", "objective": 'name = "awm"\nclip_range = 0.01\nsigmas_per_sample = 2\nkl_reference = "ema"'}
+DPO = {"sampling": "", "objective": 'name = "dpo"\nsigmas_per_sample = 1\ndpo_beta = 10.0'}
 
 CASES = {
     "lora": (LORA, {}),
@@ -62,6 +64,8 @@ CASES = {
     "full with KL": ("", {"kl": 0.1, "updates": 3, "micro": 5}),
     "nft lora": (LORA, {**NFT, "kl": 0.1, "guidance": 3.0}),
     "nft full": ("", {**NFT, "kl": 0.1, "updates": 3, "micro": 4, "checkpointing": "true"}),
+    "awm full": ("[ema]\n", {**AWM, "kl": 0.1, "updates": 3, "micro": 4}),
+    "dpo lora": (LORA, {**DPO, "updates": 3}),  # one pair and two ranks: one of them only keeps step
 }  # fmt: skip
 RESUMED = {
     "lora": (1, 1),
@@ -70,7 +74,8 @@ RESUMED = {
     "nft lora": (1, 1),
     "nft full": (2, 2),
 }  # ranks before and after
-FIGURE = {case: "old_distance" if case.startswith("nft") else "ratio/abs_deviation" for case in CASES}
+_FIGURES = {"nft": "old_distance", "dpo": "preference/chosen_error"}
+FIGURE = {case: _FIGURES.get(case[:3], "ratio/abs_deviation") for case in CASES}
 
 
 @dataclass
@@ -138,7 +143,7 @@ def test_two_ranks_give_the_losses_of_one(case, outcomes):
     for a, b in zip(one.lines, two.lines, strict=True):
         for name in ("loss", "grad_norm", FIGURE[case], "reward/mean", "staleness/mean"):
             assert a[name] == pytest.approx(b[name], abs=1e-5), name
-        assert a["pairs"] == b["pairs"] == 18
+        assert a["pairs"] == b["pairs"] == (3 if case == "dpo lora" else 18)
         assert a["grad_norm"] > 0
     assert one.weights["names"] == two.weights["names"]
     assert one.weights["sum"] == pytest.approx(two.weights["sum"], rel=1e-6)

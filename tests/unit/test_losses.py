@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from headwater.diffusion.losses import (
+    TrustRegion,
     awm_log_likelihood,
     dpo_loss,
     flow_grpo_loss,
@@ -100,3 +101,20 @@ def test_dpo_begins_undecided_and_lowers_the_error_of_the_preferred_latent():
     assert outcome.margin.item() == 0.0
     assert outcome.loss.item() == pytest.approx(0.693147, abs=1e-6)
     assert error.grad.tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("difference", "advantage", "divergence", "moves"),
+    [
+        (0.2, 1.0, 0.3, False),
+        (0.2, 1.0, 0.1, True),  # within the region the ratio may be anything
+        (0.2, -1.0, 0.3, True),
+        (-0.2, -1.0, 0.3, False),
+        (-0.2, 1.0, 0.3, True),
+    ],
+)
+def test_a_trust_region_stops_only_moves_that_go_further_away(difference, advantage, divergence, moves):
+    new, trust = torch.tensor([difference], requires_grad=True), TrustRegion(torch.tensor([divergence]), 0.2)
+    given = (new, torch.zeros(1), torch.tensor([advantage]))
+    flow_grpo_loss(*given, clip_range=0.01, adv_clip=5.0, trust=trust).loss.sum().backward()
+    assert (new.grad.item() != 0) == moves

@@ -78,13 +78,35 @@ def test_overrides_are_toml_typed_and_plain_text_is_a_string(tmp_path):
         ("sampling.noise_level=0.0", "sampling.noise_level", "no randomness"),
         ("sampling.noise_level=nan", "sampling.noise_level", "finite"),
         ("sampling.height_px=0", "sampling.height_px", "greater than or equal to 1"),
-        ("sampling.transition=ddim", "sampling.transition", "'sde', 'cps' or 'dance'"),
+        ("sampling.transition=ddim", "sampling.transition", "'sde', 'cps', 'dance' or 'ode'"),
+        ("sampling.transition=ode", "sampling.transition", "no log-probability"),
+        ("sampling.step_strategy=sliding", "sampling.window_size", "is missing"),
+        ("sampling.step_strategy=random_steps", "sampling.random_count", "is missing"),
+        ("sampling.random_count=2", "sampling.random_count", "no use for it"),
+        ("sampling.window_stride=2", "sampling.window_stride", "no use for it"),
+        ("sampling={step_strategy='all', window_size=2}", "sampling.window_size", "no use for it"),
+        ("sampling={step_strategy='sliding', window_size=10}", "sampling.window_size", "schedule of 10 steps"),
+        ("sampling={step_strategy='random_steps', random_count=10}", "sampling.random_count", "9 steps to draw from"),
+        (
+            "sampling={step_strategy='random_steps', random_count=1, random_candidates=[3, 10]}",
+            "sampling.random_candidates",
+            "below sampling.steps = 10",
+        ),
+        (
+            "sampling={transition='cps', step_strategy='random_steps', random_count=1, random_candidates=[3, 9]}",
+            "sampling.random_candidates",
+            "std of 0",
+        ),
+        ("monitor.on_fall=rollback", "monitor.on_fall", "role 'monitor'"),
+        ("monitor.window=1", "monitor.window", "greater than or equal to 2"),
         ("prompts.texts=[]", "prompts.texts", "at least one"),
         ("prompts.path=x.txt", "prompts.path", "exactly one"),
         ("rewards.0.role=monitor", "rewards", "role 'train'"),
         ("rewards.0.failure_policy=drop_reward", "rewards.failure_policy", "cannot use"),
         ("filters=['best']", "filters.0", "zero_variance"),
         ("rewards=[]", "rewards", "at least 1"),
+        ("objective.guard=true", "objective.guard", "recompute_old_log_prob"),
+        ("objective.dppo_threshold=0.1", "objective.dppo_threshold", "recompute_old_log_prob"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tmp_path, override, field, words):
@@ -162,6 +184,15 @@ def test_nft_rolls_out_by_the_ode_also_in_one_step_and_survives_being_written_ou
     assert minimal(tmp_path).rollout_sampling().HasField("transition")
 
 
+def test_guard_refuses_log_probs_that_its_bias_does_not_fit(tmp_path):
+    wanted = ["objective.guard=true", "objective.recompute_old_log_prob=true"]
+    minimal(tmp_path, *wanted)
+    for override, words in (("objective.log_prob_reduction=sum", "'mean'"), ("sampling.transition=cps", "'dance'")):
+        with pytest.raises(InvalidArgument, match=words) as e:
+            minimal(tmp_path, *wanted, override)
+        assert e.value.field == "objective.guard"
+
+
 def test_cps_must_leave_the_last_step_out(tmp_path):
     cps = ["sampling.transition=cps", "sampling.window_size=2"]
     minimal(tmp_path, *cps)
@@ -193,6 +224,28 @@ def test_protos_carry_the_recipe(tmp_path):
     )
     assert spec.params["target"] == "red"
     assert spec.weight == 1.0
+
+
+def steps_of(recipe, round_number):
+    return list(recipe.rollout_sampling(round_number).transition.explicit_steps.steps)
+
+
+def test_random_steps_are_drawn_once_per_round_from_the_candidates(tmp_path):
+    wanted = ["sampling.step_strategy=random_steps", "sampling.random_count=2", "sampling.random_candidates=[0,2,4,6]"]
+    recipe, other = minimal(tmp_path, *wanted), minimal(tmp_path, *wanted, "run.seed=1")
+    drawn = [tuple(steps_of(recipe, number)) for number in range(40)]
+    assert all(a < b and {a, b} <= {0, 2, 4, 6} for a, b in drawn)
+    assert len(set(drawn)) == 6
+    assert drawn == [tuple(steps_of(recipe, number)) for number in range(40)]
+    assert drawn != [tuple(steps_of(other, number)) for number in range(40)]
+
+
+def test_a_sliding_window_visits_all_places_and_begins_again(tmp_path):
+    wanted = ["sampling.step_strategy=sliding", "sampling.window_size=2", "sampling.window_end=7"]
+    recipe = minimal(tmp_path, *wanted, "sampling.window_every=3", "sampling.window_stride=2")
+    starts = [steps_of(recipe, number)[0] for number in range(15)]
+    assert starts == [0, 0, 0, 2, 2, 2, 4, 4, 4, 5, 5, 5, 0, 0, 0]
+    assert steps_of(recipe, 9) == [5, 6]
 
 
 def test_every_field_has_a_docstring():

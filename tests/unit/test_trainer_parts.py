@@ -4,6 +4,7 @@ import json
 
 import pytest
 from headwater_trainer.config import parse_args
+from headwater_trainer.feeder import Feeder
 from headwater_trainer.groups import Cursor
 from headwater_trainer.metrics import MetricsFile
 from headwater_trainer.objectives import make_objective
@@ -166,3 +167,11 @@ def test_a_run_refuses_to_begin_when_engine_and_trainer_disagree(extra, values, 
     recipe = parse_recipe(PARITY_RECIPE + extra)
     with pytest.raises(RunFailed, match="disagree by") if refused else contextlib.nullcontext():
         make_objective(recipe).check_start(values)
+
+
+def test_all_groups_of_a_round_are_submitted_with_the_steps_of_the_round():
+    sliding = '[sampling]\nstep_strategy = "sliding"\nwindow_size = 2\nwindow_every = 1\n'
+    recipe = parse_recipe(PARITY_RECIPE.replace("groups_per_step = 1", "groups_per_step = 3") + sliding)
+    feeder = Feeder("127.0.0.1:1", "run", recipe, PromptOrder(ITEMS, seed=0, shuffle=False), lambda *_: None)
+    steps = [list(feeder._prompt(number).sampling.transition.explicit_steps.steps) for number in range(9)]
+    assert steps == [[0, 1]] * 3 + [[1, 2]] * 3 + [[2, 3]] * 3

@@ -81,7 +81,7 @@ def _lead(config: TrainerConfig, ranks: Ranks) -> int:
 async def _serve(config: TrainerConfig, board: RunBoard) -> Server:
     """A serving server of the loop that this runs in."""
     server = Server(config.bind, name="trainer", insecure=config.insecure)
-    servicer = TrainerServicer(board, config.output_dir)
+    servicer = TrainerServicer(board, config.output_dir, config.allow_hooks)
     server.add(add_TrainerServiceServicer_to_server, servicer, "headwater.trainer.v1.TrainerService")
     await server.start()
     await server.set_serving(True)
@@ -131,7 +131,7 @@ def _continue_interrupted(board: RunBoard, active: ActiveRun, config: TrainerCon
         return
     log.warning("run %s was interrupted and is continued; StopRun ends it", request.run_id)
     try:
-        board.start(request, check_request(request, config.output_dir))
+        board.start(request, check_request(request, config.output_dir, config.allow_hooks))
     except HeadwaterError as error:
         log.error("run %s cannot be continued: %s", request.run_id, error.message)
         active.clear()

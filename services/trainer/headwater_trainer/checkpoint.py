@@ -33,6 +33,7 @@ class TrainState:
     updates: int = 0  # optimizer updates made
     skipped: int = 0  # updates skipped because something was not finite
     cursor: Cursor = field(default_factory=Cursor)
+    grad_norms: list[float] = field(default_factory=list)  # of the last updates
 
 
 class Checkpoints:
@@ -49,6 +50,17 @@ class Checkpoints:
         found = list_checkpoints(self._folder) if self._ranks.is_first else []
         name = self._ranks.broadcast((found[-1].name if found else "").encode() if self._ranks.is_first else None)
         return self._folder / name.decode() if name else None
+
+    def roll_back(self, step: int) -> Path | None:
+        """Remove the checkpoints after `step`, but for the oldest; the newest that is left, as rank 0 sees it."""
+
+        def remove() -> None:
+            for path in list_checkpoints(self._folder)[1:]:
+                if int(path.name.removeprefix(_PREFIX)) > step:
+                    shutil.rmtree(path)
+
+        self._ranks.first_only("remove later checkpoints", remove)
+        return self.latest()
 
     def save(
         self, state: TrainState, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, recipe: str
@@ -87,7 +99,9 @@ class Checkpoints:
         tensors = _model_tensors(parameters)
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path / "model")))
         raw = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        state = TrainState(raw["step"], raw["updates"], raw["skipped"], Cursor(**raw["cursor"]))
+        state = TrainState(
+            raw["step"], raw["updates"], raw["skipped"], Cursor(**raw["cursor"]), raw.get("grad_norms", [])
+        )
         if state.updates:
             _create_moments(parameters, optimizer, state.updates)
             dcp.load(_moments(parameters, optimizer), storage_reader=HuggingFaceStorageReader(str(path / "optimizer")))

@@ -26,6 +26,7 @@ class TrainerConfig:
     collective_timeout_s: float = 1800.0
     metrics_bind: str = ""
     weight_host: str = ""
+    allow_hooks: tuple[str, ...] = ()
     insecure: bool = False
     security: Security = PLAIN
 
@@ -62,9 +63,17 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainerConfig:
         default="",
         help="address of this machine at which workers join a weight update (default: the one that reaches the router)",
     )
+    parser.add_argument(
+        "--allow-hooks",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="installed package whose code recipes may name in [hooks]; may be given several times (default: none)",
+    )
     add_insecure(parser)
     add_arguments(parser, server=True)
     values = vars(parser.parse_args(argv))
+    values["allow_hooks"] = tuple(values["allow_hooks"])
     for name in ("wait_limit_s", "collective_timeout_s"):
         if not 0 < values[name] <= 10**6:
             parser.error(f"--{name.replace('_', '-')} is {values[name]}; it must be above 0 and at most 1e6")

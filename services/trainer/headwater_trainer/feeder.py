@@ -20,12 +20,14 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
 from headwater.common.v1.sample_pb2 import FilterVerdict, WeightVersion
+from headwater.common.v1.sampling_pb2 import SamplingParams, StepList
 from headwater.config.recipe import Recipe
 from headwater.errors import HeadwaterError, Internal, from_item_error
 from headwater.rollout.v1.rollout_pb2 import GroupOutcome, PublishMode
 from headwater.router.v1 import router_pb2, router_pb2_grpc
 from headwater.rpc.channel import aio_channel
 from headwater.rpc.errors import from_rpc_error
+from headwater.sampling import resolve
 from headwater_trainer.prompt_order import PromptOrder, group_id_of, sequence_of
 from headwater_trainer.worker_watch import Conditions, watch_workers
 
@@ -69,16 +71,23 @@ class Feeder:
     """Keeps the router supplied with the groups of one run."""
 
     def __init__(
-        self, router: str, run_id: str, recipe: Recipe, order: PromptOrder, notice: Callable[[str, str], None]
+        self,
+        router: str,
+        run_id: str,
+        recipe: Recipe,
+        order: PromptOrder,
+        notice: Callable[[str, str], None],
+        *,
+        steps: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
-        """`notice(reason, message)` is called from the background loop."""
+        """`notice(reason, message)` is called from the background loop; `steps(round, seed)` gives stochastic steps."""
+        self._steps = steps
         self._router = router
         self._run_id = run_id
         self._recipe = recipe
         self._order = order
         self._notice = notice
         self._capacity = (recipe.train.staleness_bound + 1) * recipe.train.groups_per_step
-        self._sampling = recipe.rollout_sampling()
         self._rewards = [reward.to_proto() for reward in recipe.rewards]
         self._step = 0
         self._next = 0
@@ -262,12 +271,20 @@ class Feeder:
             text=item.text,
             metadata=ParseDict(dict(item.metadata), Struct()),
             seeds=self._order.seeds(number, self._recipe.train.group_size),
-            sampling=self._sampling,
+            sampling=self._sampling(number // self._recipe.train.groups_per_step),
             rewards=self._rewards,
             filters=self._recipe.filters,
             publish=PublishMode.PUBLISH_MODE_STREAM,
             min_weight_version=oldest,
         )
+
+    def _sampling(self, round_number: int) -> SamplingParams:
+        params = self._recipe.rollout_sampling(round_number)
+        if self._steps is not None:
+            steps = [int(step) for step in self._steps(round_number, self._recipe.run.seed)]
+            params.transition.explicit_steps.CopyFrom(StepList(steps=steps))
+            resolve(params, group_seed=0)  # refuses steps that cannot be
+        return params
 
     async def _free(self, group_ids: Sequence[str]) -> None:
         if self._stub is None:

@@ -18,8 +18,10 @@ from headwater_trainer.config import TrainerConfig
 from headwater_trainer.feeder import Feeder
 from headwater_trainer.frontend import Frontend
 from headwater_trainer.groups import SharedSource, Signal
+from headwater_trainer.hooks import load_hooks
 from headwater_trainer.metrics import MetricsFile
 from headwater_trainer.model import load_policy
+from headwater_trainer.monitor_guard import MonitorGuard
 from headwater_trainer.objectives import make_objective
 from headwater_trainer.optimizer import make_optimizer
 from headwater_trainer.prompt_order import PromptOrder
@@ -71,6 +73,10 @@ class _Run:
         self._source: StreamSource | None = None
         self._sender: WeightSender | None = None
         self._caught_up_at = time.monotonic()
+        self._hooks = load_hooks(recipe.hooks, config.allow_hooks)
+        monitors = [reward.name for reward in recipe.rewards if reward.role == "monitor"]
+        section = recipe.monitor
+        self._guard = MonitorGuard(monitors, window=section.window, deviations=section.deviations)
 
     def setup(self) -> None:
         """Load, restore, publish the present weights, and begin to read and feed."""
@@ -84,8 +90,10 @@ class _Run:
         store = ranks.together("open the blob store", lambda: BlobStore(self._config.blob_root))
         ranks.first_only("open stream and router", lambda: self._open(store))
         self.trainer = Trainer(
-            recipe, policy, make_objective(recipe), optimizer, SharedSource(self._source, ranks), store.get, ranks,
-            Hooks(self._publish, self._report, self.save, self._notice),
+            recipe, policy, (self._hooks.objective or make_objective)(recipe), optimizer,
+            SharedSource(self._source, ranks), store.get, ranks,
+            Hooks(self._publish, self._report, self._watch, self.save, self._notice),
+            dump_folder=self._folder / "skipped",
         )  # fmt: skip
         if (latest := self._checkpoints.latest()) is not None:
             self.trainer.state = self._checkpoints.load(latest, policy.tensors(), optimizer)
@@ -112,12 +120,13 @@ class _Run:
         order = PromptOrder(items, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
         stream = ScoredStream(config.redis, run_id, config.consumer)
         stream.open()
-        feeder = Feeder(config.router, run_id, recipe, order, self._notice)
+        feeder = Feeder(config.router, run_id, recipe, order, self._notice, steps=self._hooks.steps)
         component = check_model(recipe).components[0]
         self._sender = WeightSender(config.router, run_id, component, host=config.weight_host or None)
         self._source = StreamSource(
             recipe, run_id, stream, store, feeder, self._frontend.background,
             asked=self._asked, idle=self._idle, notice=self._notice, wait_limit_s=config.wait_limit_s,
+            unwanted=self._hooks.filter,
         )  # fmt: skip
 
     def _start_source(self) -> None:
@@ -177,6 +186,21 @@ class _Run:
         self._frontend.record.add_metrics(step, values)
         shown = ("reward/mean", "loss", "grad_norm", "ratio/abs_deviation", "log_prob_drift/max", "staleness/max")
         log.info("step=%d %s", step, " ".join(f"{name}={values[name]:.4g}" for name in shown if name in values))
+
+    def _watch(self, step: int, values: Values) -> bool:
+        """Whether the run must end, because a monitor reward fell: it then has its last good weights back."""
+        fall = self._guard.observe(step, values) if self._recipe.monitor.on_fall != "ignore" else None
+        if fall is None:
+            return False
+        if self._recipe.monitor.on_fall == "warn":
+            self._notice("MONITOR_FELL", fall.message)
+            return False
+        t, good = self.trainer, self._checkpoints.roll_back(fall.good_step)
+        if good is not None:
+            t.state = self._checkpoints.load(good, t.policy.tensors(), t.optimizer)
+        told = f"rolled back to {good}" if good is not None else "there is no checkpoint to go back to"
+        self._notice("MONITOR_FELL", f"{fall.message}; the run ends, {told}")
+        return True
 
     def _notice(self, reason: str, message: str) -> None:
         if self._frontend is not None:

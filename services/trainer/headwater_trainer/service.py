@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import grpc
@@ -17,6 +17,7 @@ from headwater.errors import DeadlineExceeded, InvalidArgument
 from headwater.sampling import resolve
 from headwater.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headwater.trainer.v1.trainer_pb2 import Run, RunState
+from headwater_trainer.hooks import load_hooks
 from headwater_trainer.runs import RunBoard
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -26,15 +27,16 @@ _SAVE_TIMEOUT_S = 600.0
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves TrainerService over a `RunBoard`."""
 
-    def __init__(self, board: RunBoard, output_root: Path) -> None:
+    def __init__(self, board: RunBoard, output_root: Path, allow_hooks: Collection[str] = ()) -> None:
         self._board = board
         self._output_root = output_root
+        self._allow_hooks = allow_hooks
 
     async def StartRun(
         self, request: trainer_pb2.StartRunRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.StartRunResponse:
         """Check the recipe and start the run."""
-        run = await asyncio.to_thread(check_request, request, self._output_root)
+        run = await asyncio.to_thread(check_request, request, self._output_root, self._allow_hooks)
         return trainer_pb2.StartRunResponse(run=self._board.start(request, run).run)
 
     async def StopRun(
@@ -74,7 +76,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.SaveCheckpointResponse(checkpoint=saved)
 
 
-def check_request(request: trainer_pb2.StartRunRequest, output_root: Path) -> Run:
+def check_request(request: trainer_pb2.StartRunRequest, output_root: Path, allow_hooks: Collection[str] = ()) -> Run:
     """The run that a request asks for, not yet started. Raises `InvalidArgument` naming the field or recipe key."""
     if not _RUN_ID.fullmatch(request.run_id):
         raise InvalidArgument(
@@ -85,6 +87,7 @@ def check_request(request: trainer_pb2.StartRunRequest, output_root: Path) -> Ru
     recipe = parse_recipe(request.recipe_toml)
     check_model(recipe)
     load_prompts(recipe.prompts)
+    load_hooks(recipe.hooks, allow_hooks)
     started = Timestamp()
     started.GetCurrentTime()
     return Run(

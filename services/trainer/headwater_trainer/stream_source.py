@@ -37,8 +37,13 @@ class StreamSource:
         idle: Callable[[], None],
         notice: Callable[[str, str], None],
         wait_limit_s: float,
+        unwanted: Callable[[ScoredGroup], str] | None = None,
     ) -> None:
-        """`asked` says what clients want, `idle` is called about once a second while there is nothing to do."""
+        """`asked` says what clients want, `idle` is called about once a second while there is nothing to do.
+
+        `unwanted` says why a group that arrived is to be replaced, or "".
+        """
+        self._unwanted = unwanted
         self._recipe = recipe
         self._run_id = run_id
         self._stream = stream
@@ -116,7 +121,7 @@ class StreamSource:
         for entry in entries:
             self._waiting_since = time.monotonic()
             number = sequence_of(entry.group.group_id)
-            reason = self._stale(entry.group)
+            reason = self._stale(entry.group) or (self._unwanted(entry.group) if self._unwanted else "")
             if reason:
                 self._forget({number: entry})
                 self._give_up([entry.group.group_id], reason)

@@ -1,9 +1,11 @@
 """Training: get groups → advantages → pairs → micro-batches → loss → step → update weights."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -16,11 +18,13 @@ from headwater_trainer.groups import GroupBatch, GroupSource, Signal
 from headwater_trainer.metrics import Accumulator
 from headwater_trainer.model import Policy
 from headwater_trainer.objectives import AnyObjective
+from headwater_trainer.offending import Worst, dump
 from headwater_trainer.optimizer import set_learning_rate
 from headwater_trainer.pairs import PairBatch, TrainPair, micro_batches
 from headwater_trainer.ranks import Ranks
 
 Values = dict[str, float]
+_SPIKE_MEMORY, _SPIKE_MINIMUM = 64, 16  # gradient norms whose median counts, and how many it takes at least
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Hooks:
 
     publish: Callable[[int], None] = lambda step: None  # send the weights as version `step`
     report: Callable[[int, Values], None] = lambda step, values: None
+    watch: Callable[[int, Values], bool] = lambda step, values: False  # whether the run must end here
     save: Callable[[], None] = lambda: None  # write a checkpoint
     notice: Callable[[str, str], None] = lambda reason, message: None
 
@@ -46,6 +51,7 @@ class Trainer:
     ranks: Ranks
     hooks: Hooks = field(default_factory=Hooks)
     state: TrainState = field(default_factory=TrainState)
+    dump_folder: Path | None = None  # of the pairs of skipped updates
 
 
 def train(t: Trainer) -> bool:
@@ -72,6 +78,8 @@ def train(t: Trainer) -> bool:
         t.source.trained(t.state.step)
         values |= _pace(values, begun, received, trained, time.monotonic())
         t.hooks.report(t.state.step, values)
+        if t.hooks.watch(t.state.step, values):
+            return False
         if section.checkpoint_every and t.state.step % section.checkpoint_every == 0 and t.state.step < section.steps:
             t.hooks.save()
     return True
@@ -102,17 +110,19 @@ def train_step(t: Trainer, received: GroupBatch) -> Values:
 
 
 def update(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Values:
-    """One optimizer update on the mean loss over the pairs of all ranks; skipped when anything is not finite."""
+    """One optimizer update on the mean loss over the pairs of all ranks; skipped when it is not finite or spikes."""
     pair_count = t.ranks.total([float(len(pairs))])[0]
-    figures = Accumulator()
-    for micro in _micro_batches(t, pairs, filler):
+    figures, worst, size = Accumulator(), Worst(), t.recipe.train.micro_batch_size
+    for position, micro in enumerate(_micro_batches(t, pairs, filler)):
         terms = t.objective.terms(t.policy, micro)
         # FSDP averages gradients over ranks; wanted is the sum over ranks, of a mean over the pairs of all ranks.
         ((terms.loss * micro.weight).sum() * (t.ranks.world_size / pair_count)).backward()
         figures.add(terms, micro.weight)
+        worst.see(pairs[position * size : (position + 1) * size], terms.loss)
     grad_norm = _clip(t)
     values = _with_sample_size(figures.reduced(t.ranks)) | {"grad_norm": grad_norm, "pairs": pair_count}
-    if math.isfinite(values["loss"]) and math.isfinite(grad_norm):
+    why = _objection(t, values["loss"], grad_norm)
+    if not why:
         t.optimizer.step()
         t.state.updates += 1
         t.policy.updated(t.state.updates)
@@ -120,11 +130,27 @@ def update(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Valu
         t.state.skipped += 1
         t.hooks.notice(
             "STEP_SKIPPED",
-            f"step {t.state.step + 1}: loss {values['loss']}, gradient norm {grad_norm}; the weights are unchanged. "
+            f"step {t.state.step + 1}: {why}; the weights are unchanged. "
             "If it repeats, lower optimizer.lr or look at the rewards",
         )
+        if t.dump_folder is not None:
+            dump(t.dump_folder, f"step_{t.state.step + 1:08d}_rank_{t.ranks.rank}", worst, values)
     t.optimizer.zero_grad(set_to_none=True)
     return values
+
+
+def _objection(t: Trainer, loss: float, grad_norm: float) -> str:
+    """Why an update must not be made, else ""; the same on all ranks. Keeps the norm for later comparisons."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return f"loss {loss}, gradient norm {grad_norm}"
+    factor, norms = t.recipe.train.grad_spike_factor, t.state.grad_norms
+    usual = statistics.median(norms) if len(norms) >= _SPIKE_MINIMUM else math.inf
+    t.state.grad_norms = [*norms, grad_norm][-_SPIKE_MEMORY:]  # a spike as well: a new level is usual after a while
+    if factor is not None and grad_norm > factor * usual:
+        return (
+            f"gradient norm {grad_norm:.3g} is above train.grad_spike_factor = {factor:g} times the median {usual:.3g}"
+        )
+    return ""
 
 
 def _micro_batches(t: Trainer, pairs: list[TrainPair], filler: TrainPair | None) -> Iterable[PairBatch]:

@@ -20,6 +20,7 @@ class TransitionPair(TrainPair):
     sigma_after_first: float
     log_prob_engine: float  # as recorded by the rollout, mean over the latent's dimensions
     log_prob_old: float  # of the old policy: the engine's, unless the trainer recomputed it
+    mean_old: Tensor | None = None  # fp32 [...], of the old policy's step, where the objective compares means
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,7 @@ class TransitionBatch(PairBatch):
     sigma_after_first: Tensor  # fp32 [B]
     log_prob_engine: Tensor  # fp32 [B]
     log_prob_old: Tensor  # fp32 [B]
+    mean_old: Tensor | None = None  # fp32 [B, ...]
 
 
 def transitions(group: ScoredGroup, sample: Sample, recorded: Recorded) -> Iterable[TransitionPair]:
@@ -58,7 +60,9 @@ def transitions(group: ScoredGroup, sample: Sample, recorded: Recorded) -> Itera
 
 def stack(pairs: Sequence[TransitionPair], weight: float, device: torch.device) -> TransitionBatch:
     """Stack pairs into one batch on `device`, each of `weight`."""
+    means = [pair.mean_old for pair in pairs if pair.mean_old is not None]
     return TransitionBatch(
+        mean_old=torch.stack(means).to(device) if len(means) == len(pairs) else None,
         latent=torch.stack([pair.latent for pair in pairs]).to(device),
         next_latent=torch.stack([pair.next_latent for pair in pairs]).to(device),
         next_sigma=numbers([pair.next_sigma for pair in pairs], device),

@@ -16,6 +16,11 @@ _ROLLOUT: tuple[ObjectiveName, ...] = (*_ADVANTAGE, "dpo")
 _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "sampling.transition": ("flow_grpo",),
     "sampling.noise_level": ("flow_grpo",),
+    "sampling.step_strategy": ("flow_grpo",),
+    "sampling.random_candidates": ("flow_grpo",),
+    "sampling.random_count": ("flow_grpo",),
+    "sampling.window_stride": ("flow_grpo",),
+    "sampling.window_every": ("flow_grpo",),
     "sampling.window_size": ("flow_grpo",),
     "sampling.window_begin": ("flow_grpo",),
     "sampling.window_end": ("flow_grpo",),
@@ -23,6 +28,8 @@ _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "objective.log_prob_reduction": ("flow_grpo",),
     "objective.recompute_old_log_prob": ("flow_grpo",),
     "objective.max_log_prob_drift": ("flow_grpo",),
+    "objective.guard": ("flow_grpo",),
+    "objective.dppo_threshold": ("flow_grpo",),
     "objective.beta": ("nft",),
     "objective.old_decay": ("nft",),
     "objective.sigmas_per_sample": ("nft", "awm", "dpo"),
@@ -38,6 +45,10 @@ _READ_BY: Mapping[str, tuple[ObjectiveName, ...]] = {
     "objective.ddof": _ADVANTAGE,
     "objective.combine": _ADVANTAGE,
     "rewards": _ROLLOUT,
+    "monitor": _ROLLOUT,
+    "hooks": _ROLLOUT,
+    "hooks.steps": ("flow_grpo",),
+    "train.grad_spike_factor": _ROLLOUT,
     "data": ("sft",),
     "ema": ("sft", *_ADVANTAGE),
 }
@@ -63,6 +74,10 @@ class ObjectiveSection(Section):
     """flow_grpo: take old log-probs from the trainer before the first update instead of from the engine."""
     max_log_prob_drift: PositiveFloat | None = None
     """flow_grpo: largest |log p of trainer - log p of engine| a run may begin with; absent: half of clip_range."""
+    guard: bool = False
+    """flow_grpo: GRPO-Guard: centre the ratio at 1 at every step, and give all steps the same weight."""
+    dppo_threshold: PositiveFloat | None = None
+    """flow_grpo: Flow-DPPO: drop a pair whose step has left the old policy by this divergence, instead of the clip."""
     beta: PositiveFloat = 1.0
     """nft: how far the implicit positive and negative policies lie from the old one, in units of new - old."""
     old_decay: Literal["zero", "ramp", "late_ramp"] = "ramp"
@@ -95,6 +110,11 @@ class ObjectiveSection(Section):
     def keeps_old_policy(self) -> bool:
         """Whether rollout samples from an old policy that follows the trained one."""
         return self.name in _READ_BY["objective.old_decay"]
+
+    @property
+    def compares_means(self) -> bool:
+        """Whether the loss needs the old policy's mean of each step, which only the trainer can compute."""
+        return self.guard or self.dppo_threshold is not None
 
     @property
     def needs_initial_policy(self) -> bool:

@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 
 from headwater import sampling as sampling_rules
 from headwater.common.v1.reward_pb2 import RewardFailurePolicy, RewardRole, RewardSpec
-from headwater.common.v1.sampling_pb2 import SamplingParams, StepWindow, TransitionKind, TransitionParams
+from headwater.common.v1.sampling_pb2 import SamplingParams, StepList, StepWindow, TransitionKind, TransitionParams
 from headwater.config.objective import ObjectiveSection, check_keys
 from headwater.config.section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section
+from headwater.config.steps import StepStrategy, random_steps, sliding_window
 from headwater.config.supervised import DataSection, EmaSection, ExportSection, PicturesSection
 from headwater.errors import InvalidArgument
 
@@ -27,11 +28,19 @@ _POLICIES: dict[str | None, RewardFailurePolicy.ValueType] = {
     "fail_run": RewardFailurePolicy.REWARD_FAILURE_POLICY_FAIL_RUN,
     "drop_reward": RewardFailurePolicy.REWARD_FAILURE_POLICY_DROP_REWARD,
 }
+# Keys of each step strategy; it needs the first.
+_STRATEGY_KEYS: dict[StepStrategy, tuple[str, ...]] = {
+    "all": (),
+    "sde_window": ("window_size", "window_begin", "window_end"),
+    "sliding": ("window_size", "window_begin", "window_end", "window_stride", "window_every"),
+    "random_steps": ("random_count", "random_candidates"),
+}
 # Fields that headwater.sampling names, as the recipe calls them.
 _SAMPLING_KEYS = {
     "sampling.transition.window": "sampling.window_size",
     "sampling.transition.noise_level": "sampling.noise_level",
     "sampling.transition": "sampling.window_end",
+    "sampling.transition.explicit_steps.steps": "sampling.step_strategy",
 }
 
 
@@ -68,33 +77,82 @@ class SamplingSection(Section):
     """Classifier-free guidance scale; 1 means none. nft guides rollout only: its loss sees the conditional branch."""
     negative_prompt: str = ""
     """Prompt of the unconditional branch; used with guidance only."""
-    transition: Literal["sde", "cps", "dance"] = "sde"
+    transition: Literal["sde", "cps", "dance", "ode"] = "sde"
     """flow_grpo: rule of the stochastic steps: Flow-GRPO's SDE, Flow-CPS or DanceGRPO's SDE."""
     noise_level: float = sampling_rules.DEFAULT_NOISE_LEVEL
     """flow_grpo: noise level (eta) of the stochastic steps."""
+    step_strategy: StepStrategy | None = None
+    """flow_grpo: which steps are stochastic; absent: sde_window when window_size is given, else all (but the last)."""
+    random_candidates: list[NotNegative] | None = None
+    """random_steps: steps to draw from, 0-based; absent: all but the last."""
+    random_count: Positive | None = None
+    """random_steps: how many of them are drawn for each round of groups."""
+    window_stride: Positive = 1
+    """sliding: how far the window moves; after its last position comes the first."""
+    window_every: Positive = 25
+    """sliding: rounds of groups (training steps, when no group is dropped) between moves."""
     window_size: Positive | None = None
-    """flow_grpo: consecutive stochastic steps, drawn once per group; absent: all steps but the last."""
+    """sde_window, sliding: consecutive stochastic steps; sde_window draws its place once per group."""
     window_begin: NotNegative = 0
-    """flow_grpo: first step that the window may contain, 0-based."""
+    """sde_window, sliding: first step that the window may contain, 0-based."""
     window_end: NotNegative | None = None
-    """flow_grpo: one past the last step that the window may contain; absent: steps - 1, without the last step."""
+    """sde_window, sliding: one past the last step that it may contain; absent: steps - 1, without the last step."""
     flow_shift: float | None = None
     """Shift of the sigma grid; absent: the model's own."""
+
+    @property
+    def strategy(self) -> StepStrategy:
+        """The step strategy, with its default."""
+        return self.step_strategy or ("all" if self.window_size is None else "sde_window")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.window_size is None and (self.window_begin or self.window_end is not None):
             key = "sampling.window_begin" if self.window_begin else "sampling.window_end"
             raise InvalidArgument(f"{key} needs sampling.window_size as well", field=key, reason="RECIPE_INVALID")
+        own = _STRATEGY_KEYS[self.strategy]
+        for key in sorted({key for keys in _STRATEGY_KEYS.values() for key in keys} - set(own)):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise _invalid_sampling(key, f"is set, and sampling.step_strategy {self.strategy!r} has no use for it")
+        if own and getattr(self, own[0]) is None:
+            raise _invalid_sampling(own[0], f"is missing; sampling.step_strategy {self.strategy!r} needs it")
+        if self.strategy == "random_steps":
+            self._check_candidates()
         return self
 
-    def to_proto(self) -> SamplingParams:
-        """The parameters of rollouts with stochastic steps."""
+    def _check_candidates(self) -> None:
+        candidates, count = self._candidates(), self.random_count or 0
+        if sorted(set(candidates)) != candidates or candidates[-1:] >= [self.steps]:
+            raise _invalid_sampling(
+                "random_candidates",
+                f"is {candidates}; it must be strictly increasing, below sampling.steps = {self.steps}",
+            )
+        if count > len(candidates):
+            raise _invalid_sampling("random_count", f"is {count}; there are {len(candidates)} steps to draw from")
+
+    def _candidates(self) -> list[int]:
+        return list(range(self.steps - 1)) if self.random_candidates is None else self.random_candidates
+
+    def to_proto(self, round_number: int = 0, seed: int = 0) -> SamplingParams:
+        """The parameters of rollouts with stochastic steps, in a round of a run with this seed."""
         params = self.to_ode_proto()
         transition = TransitionParams(kind=_TRANSITIONS[self.transition], noise_level=self.noise_level)
-        if self.window_size is not None:
-            window = StepWindow(size=self.window_size, range_begin=self.window_begin, range_end=self.window_end)
+        window = StepWindow(size=self.window_size or 0, range_begin=self.window_begin, range_end=self.window_end)
+        if self.strategy == "sde_window":
             transition.window.CopyFrom(window)
+        elif self.strategy == "sliding":
+            end = self.steps - 1 if self.window_end is None else self.window_end
+            if self.window_begin + window.size <= end <= self.steps:
+                steps = sliding_window(
+                    self.window_begin, end, window.size, stride=self.window_stride, every=self.window_every,
+                    round_number=round_number,
+                )  # fmt: skip
+                transition.explicit_steps.CopyFrom(StepList(steps=steps))
+            else:
+                transition.window.CopyFrom(window)  # does not fit; headwater.sampling says so
+        elif self.strategy == "random_steps":
+            steps = random_steps(self._candidates(), self.random_count or 1, round_number=round_number, seed=seed)
+            transition.explicit_steps.CopyFrom(StepList(steps=steps))
         params.transition.CopyFrom(transition)
         return params
 
@@ -188,6 +246,8 @@ class TrainSection(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
+    grad_spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Skip an update whose gradient norm exceeds this many times the median of the last 64; absent: never."""
     checkpoint_every: NotNegative = 0
     """Steps between checkpoints; 0: only at the end of the run."""
     keep_checkpoints: Positive = 2
@@ -207,6 +267,28 @@ class TrainSection(Section):
                 reason="RECIPE_INVALID",
             )
         return self
+
+
+class MonitorSection(Section):
+    """`[monitor]`: what happens when a monitor reward falls while the train reward rises."""
+
+    on_fall: Literal["ignore", "warn", "rollback"] = "warn"
+    """rollback ends the run and puts back the newest checkpoint from when the monitor was at its best."""
+    window: Annotated[int, Field(ge=2, le=10_000)] = 10
+    """Steps whose means are compared with those at which the monitor was highest."""
+    deviations: PositiveFloat = 3.0
+    """Standard errors by which the monitor must have fallen."""
+
+
+class HooksSection(Section):
+    """`[hooks]`: code of one's own, `module:name` or an entry point, that the trainer was started to allow."""
+
+    objective: Annotated[str, Field(min_length=1)] | None = None
+    """Class that stands in for the named objective, whose keys and rollouts it shares."""
+    filter: Annotated[str, Field(min_length=1)] | None = None
+    """Function of a scored group that says why it is not trained on, or ""."""
+    steps: Annotated[str, Field(min_length=1)] | None = None
+    """flow_grpo: function of round and seed that gives the stochastic steps, in place of sampling.step_strategy."""
 
 
 class OptimizerSection(Section):
@@ -260,6 +342,10 @@ class Recipe(Section):
     """Advantages and loss."""
     train: TrainSection
     """Size and pace."""
+    monitor: MonitorSection = MonitorSection()
+    """Reward hacking."""
+    hooks: HooksSection = HooksSection()
+    """Code of one's own."""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW."""
     lora: LoraSection | None = None
@@ -276,9 +362,11 @@ class Recipe(Section):
         """Whether the run learns from given pictures, without rollout."""
         return self.objective.name == "sft"
 
-    def rollout_sampling(self) -> SamplingParams:
-        """The parameters of training rollouts: with stochastic steps when the objective learns from them."""
-        return self.sampling.to_proto() if self.objective.stochastic else self.sampling.to_ode_proto()
+    def rollout_sampling(self, round_number: int = 0) -> SamplingParams:
+        """The parameters of training rollouts in a round: with stochastic steps when the objective learns from them."""
+        if self.objective.stochastic:
+            return self.sampling.to_proto(round_number, self.run.seed)
+        return self.sampling.to_ode_proto()
 
     @property
     def levels_per_sample(self) -> int:
@@ -288,6 +376,14 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
         check_keys(self, self.objective.name)
+        if self.objective.stochastic and self.sampling.transition == "ode":
+            raise _invalid_sampling(
+                "transition",
+                f"is 'ode', whose steps have no log-probability for objective {self.objective.name!r} to learn from; "
+                "use 'sde', 'cps' or 'dance', or objective.name = 'nft', 'awm' or 'dpo'",
+            )
+        if self.sampling.transition == "cps" and self.sampling.steps - 1 in (self.sampling.random_candidates or ()):
+            raise _invalid_sampling("random_candidates", "holds the last step, where CPS has a std of 0; leave it out")
         wanted = self.objective.sigmas_per_sample
         if wanted is not None and wanted > self.sampling.steps:
             raise InvalidArgument(
@@ -297,12 +393,24 @@ class Recipe(Section):
                 reason="RECIPE_INVALID",
             )
         _check_reference(self.objective, self.ema)
+        _check_means(self.objective, self.sampling)
         try:
             sampling_rules.resolve(self.rollout_sampling(), group_seed=0)
         except InvalidArgument as e:
             key = _SAMPLING_KEYS.get(e.field, e.field)
             raise InvalidArgument(e.message.replace(e.field, key, 1), field=key, reason="RECIPE_INVALID") from e
         return self
+
+    def _check_rollback(self) -> None:
+        lacks = "" if self.train.checkpoint_every else "train.checkpoint_every is 0, so there is nothing to go back to"
+        if all(reward.role != "monitor" for reward in self.rewards):
+            lacks = "no reward has role 'monitor', so nothing can fall"
+        if lacks:
+            raise InvalidArgument(
+                f"monitor.on_fall is 'rollback' and {lacks}",
+                field="monitor.on_fall",
+                reason="RECIPE_INVALID",
+            )
 
     def _check_preferences(self) -> None:
         most = self.train.group_size // 2
@@ -335,6 +443,8 @@ class Recipe(Section):
                 field="rewards",
                 reason="RECIPE_INVALID",
             )
+        if self.monitor.on_fall == "rollback":
+            self._check_rollback()
         if self.objective.name == "dpo":
             self._check_preferences()
         if self.train.group_size == 1 and ("zero_variance" in self.filters or self.objective.ddof == 1):
@@ -344,6 +454,24 @@ class Recipe(Section):
                 reason="RECIPE_INVALID",
             )
         return self
+
+
+def _invalid_sampling(key: str, what: str) -> InvalidArgument:
+    return InvalidArgument(f"sampling.{key} {what}", field=f"sampling.{key}", reason="RECIPE_INVALID")
+
+
+def _check_means(objective: ObjectiveSection, sampling: SamplingSection) -> None:
+    """What GRPO-Guard and Flow-DPPO need."""
+    key = "objective.guard" if objective.guard else "objective.dppo_threshold"
+    why = ""
+    if objective.compares_means and not objective.recompute_old_log_prob:
+        why = "the old policy's means, which the engine does not record; set objective.recompute_old_log_prob = true"
+    elif objective.guard and objective.log_prob_reduction == "sum":
+        why = "the mean log-probability; set objective.log_prob_reduction = 'mean'"
+    elif objective.guard and sampling.transition == "cps":
+        why = "a log-probability with its constants, which cps drops; set sampling.transition to 'sde' or 'dance'"
+    if why:
+        raise InvalidArgument(f"{key} needs {why}", field=key, reason="RECIPE_INVALID")
 
 
 def _check_reference(objective: ObjectiveSection, ema: EmaSection | None) -> None:

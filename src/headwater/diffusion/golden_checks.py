@@ -11,12 +11,14 @@ from torch import Tensor
 from headwater.diffusion.advantages import AdvantageRule, advantages
 from headwater.diffusion.decay import OLD_POLICY_DECAYS, ema_decay, old_policy_decay
 from headwater.diffusion.losses import (
+    Guard,
     awm_log_likelihood,
     dpo_loss,
     flow_grpo_loss,
     kl_to_reference,
     mean_per_sample,
     nft_loss,
+    step_divergence,
 )
 from headwater.diffusion.transitions import Transition, transition
 from headwater.text_match import ocr_score
@@ -79,17 +81,20 @@ def check_sde_step(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
 
 def check_flow_grpo_loss(file: str, case: Case, tensor: Tensors) -> Iterator[Row]:
     """The clipped policy gradient: ratio, loss, gradient, approximate KL, clip fraction."""
-    if case["grpo_guard"]:
-        yield Row(file, str(case["case"]), "*", None, None, "skipped: GRPO-Guard is not implemented")
-        return
     velocity = tensor("model_output").requires_grad_()
     step = _recorded_step(case, tensor, "sde", velocity)
+    guard = None
+    if case["grpo_guard"]:
+        bias = step_divergence(step.mean, tensor("prev_sample_mean_old"), step.std)
+        sigmas, index = tensor("sigmas"), tensor("step_index")
+        guard = Guard(bias, step.std.flatten(), sigmas[index] - sigmas[index + 1])
     outcome = flow_grpo_loss(
         step.log_prob(tensor("prev_sample")),
         tensor("log_prob_old"),
         tensor("advantage"),
         clip_range=case["clip_range"],
         adv_clip=case["adv_clip_max"],
+        guard=guard,
     )
     loss = outcome.loss.mean()
     (gradient,) = torch.autograd.grad(loss, velocity)

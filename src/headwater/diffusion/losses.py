@@ -21,18 +21,31 @@ class PolicyLoss:
 
 
 def flow_grpo_loss(
-    log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, *, clip_range: float, adv_clip: float
+    log_prob: Tensor,
+    log_prob_old: Tensor,
+    advantage: Tensor,
+    *,
+    clip_range: float,
+    adv_clip: float,
+    guard: "Guard | None" = None,
+    trust: "TrustRegion | None" = None,
 ) -> PolicyLoss:
     """Clipped policy gradient of Flow-GRPO (arXiv 2505.05470, eq. 5), without its KL term (`kl_to_reference`).
 
     ratio = exp(log_prob - log_prob_old); loss = max(-A * ratio, -A * clip(ratio, 1 - c, 1 + c)) with A clamped to
-    +-adv_clip. All inputs are fp32 [B]; the gradient flows to `log_prob` alone.
+    +-adv_clip. All inputs are fp32 [B]; the gradient flows to `log_prob`, and to the bias of `guard`.
+
+    `guard` changes ratio and scale of the loss, `trust` takes the place of the clip: see there.
     """
     difference = log_prob - log_prob_old.detach()
-    ratio = torch.exp(difference)
+    ratio = torch.exp(difference if guard is None else (difference + guard.bias) * guard.std)
     clamped = advantage.detach().clamp(-adv_clip, adv_clip)
-    loss = torch.maximum(-clamped * ratio, -clamped * ratio.clamp(1 - clip_range, 1 + clip_range))
     seen = ratio.detach()
+    if trust is None:
+        loss = torch.maximum(-clamped * ratio, -clamped * ratio.clamp(1 - clip_range, 1 + clip_range))
+    else:
+        loss = torch.where(trust.left(seen, clamped), 0.0, -clamped * ratio)
+    loss = loss if guard is None else loss / guard.time
     return PolicyLoss(
         loss=loss,
         ratio=seen,
@@ -40,6 +53,36 @@ def flow_grpo_loss(
         clipped_up=seen > 1 + clip_range,
         clipped_down=seen < 1 - clip_range,
     )
+
+
+@dataclass(frozen=True)
+class Guard:
+    """GRPO-Guard (arXiv 2510.22319): ratios centred at 1 at every step, and steps of equal weight.
+
+    ratio = exp((log_prob - log_prob_old + bias) * std), and the loss is divided by `time`.
+    """
+
+    bias: Tensor  # [B], mean((mean - mean_old)^2) / (2 std^2), which the log-prob difference lies below 0 on average
+    std: Tensor  # [B], of the step: s sqrt(-dt)
+    time: Tensor  # [B], -dt
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """Flow-DPPO (arXiv 2606.11025): a bound on the divergence of the whole step in place of a clip of the ratio."""
+
+    divergence: Tensor  # [B], mean((mean - mean_old)^2) / (2 std^2)
+    threshold: float
+
+    def left(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """bool [B]: outside of the region, and moving further away; such a pair teaches nothing."""
+        away = ((ratio > 1) & (advantage > 0)) | ((ratio < 1) & (advantage < 0))
+        return (self.divergence.detach() >= self.threshold) & away
+
+
+def step_divergence(mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
+    """[B]: mean((mean - mean_old)^2) / (2 std^2) of two steps, `mean` [B, ...] and `std` [B, 1, ...]."""
+    return mean_per_sample((mean - mean_old.detach()) ** 2 / (2 * std**2))
 
 
 def kl_to_reference(mean: Tensor, reference_mean: Tensor, noise_scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwater.common.v1.sample_pb2 import ScoredGroup
 from headwater.config.recipe import Recipe
-from headwater.diffusion.losses import flow_grpo_loss, kl_to_reference
+from headwater.diffusion.losses import Guard, TrustRegion, flow_grpo_loss, kl_to_reference, step_divergence
 from headwater.diffusion.transitions import Transition, transition
 from headwater.tensors.codec import Fetch
 from headwater_trainer import transition_pairs
@@ -42,11 +42,16 @@ class FlowGrpo(Objective[TransitionPair, TransitionBatch]):
         step = self._step(batch, policy.velocity(batch))
         log_prob = self._log_prob(step, batch)
         old = self._reduced(batch, batch.log_prob_old)
+        guard, trust = self._bounds(step, batch)
         outcome = flow_grpo_loss(
-            log_prob, old, batch.advantage, clip_range=self._section.clip_range, adv_clip=self._section.adv_clip
-        )
+            log_prob, old, batch.advantage, clip_range=self._section.clip_range, adv_clip=self._section.adv_clip,
+            guard=guard, trust=trust,
+        )  # fmt: skip
         loss = outcome.loss
         means = ratio_figures(outcome)
+        if trust is not None:
+            means["divergence/mean"] = trust.divergence
+            means["divergence/left"] = trust.left(outcome.ratio, batch.advantage).float()
         if reference is not None:
             kl = kl_to_reference(step.mean, self._step(batch, reference).mean, step.noise_scale)
             loss = loss + self._section.kl_coef * kl
@@ -56,14 +61,16 @@ class FlowGrpo(Objective[TransitionPair, TransitionBatch]):
 
     @torch.no_grad()
     def prepare(self, policy: Policy, pairs: Sequence[TransitionPair], batches: Iterable[TransitionBatch]) -> None:
-        """With recompute_old_log_prob: the old log-probs are the trainer's own, means as those of the engine."""
+        """With recompute_old_log_prob: the old log-probs, and means, are the trainer's own before the first update."""
         if not self._section.recompute_old_log_prob:
             return
         waiting = iter(pairs)
         for batch in batches:
-            log_probs = self._step(batch, policy.velocity(batch)).log_prob(batch.next_latent, "mean").tolist()
-            for log_prob, pair in zip(log_probs, waiting, strict=False):
-                pair.log_prob_old = log_prob
+            step = self._step(batch, policy.velocity(batch))
+            log_probs = step.log_prob(batch.next_latent, "mean").tolist()
+            means = step.mean.cpu() if self._section.compares_means else [None] * len(log_probs)
+            for log_prob, mean, pair in zip(log_probs, means, waiting, strict=False):
+                pair.log_prob_old, pair.mean_old = log_prob, mean
 
     def check_start(self, values: Mapping[str, float]) -> None:
         """Refuse to go on when engine and trainer disagree about the same weights: the ratio would be noise.
@@ -92,6 +99,17 @@ class FlowGrpo(Objective[TransitionPair, TransitionBatch]):
             sigma_after_first=batch.sigma_after_first,
             noise_level=self._noise_level,
         )
+
+    def _bounds(self, step: Transition, batch: TransitionBatch) -> tuple[Guard | None, TrustRegion | None]:
+        """What stands beside, or in place of, the clip. A pair without an old mean is compared with itself."""
+        section = self._section
+        if not section.compares_means:
+            return None, None
+        old = step.mean.detach() if batch.mean_old is None else batch.mean_old
+        divergence = step_divergence(step.mean, old, step.std)
+        guard = Guard(divergence, step.std.flatten(), batch.sigma - batch.next_sigma) if section.guard else None
+        threshold = section.dppo_threshold
+        return guard, TrustRegion(divergence.detach(), threshold) if threshold is not None else None
 
     def _log_prob(self, step: Transition, batch: TransitionBatch) -> Tensor:
         return step.log_prob(batch.next_latent, self._section.log_prob_reduction)
