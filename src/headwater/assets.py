@@ -1,4 +1,4 @@
-"""What comes with Headwater: recipes and prompts, in the installed package or a source tree, and in the latter the model."""
+"""What comes with Headwater: recipes and prompts and, in a source tree, the model in the box."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def recipe(name: str) -> Path:
 
 
 def model_in_the_box() -> Path:
-    """The folder of the pipeline that comes with Headwater's source tree; a built package, as in images, is without it."""
+    """The folder of the pipeline in the source tree; a built package, as in images, is without it."""
     return _find("models", MODEL_IN_THE_BOX)
 
 
