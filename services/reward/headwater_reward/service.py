@@ -132,7 +132,7 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
             raise InvalidArgument(
                 f"prompt has {len(request.prompt)} characters; at most {MAX_PROMPT_CHARS} are accepted", field="prompt"
             )
-        metadata, jobs, seen = _to_dict(request.metadata), [], set[str]()
+        metadata, jobs, seen = _to_dict(request.metadata, "metadata"), [], set[str]()
         for i, spec in enumerate(request.rewards):
             if spec.name in seen:
                 raise InvalidArgument(
@@ -140,7 +140,9 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
                 )
             seen.add(spec.name)
             queue = self._queue(spec.name, f"rewards[{i}].name")
-            params = parse_params(queue.reward.params_model, _to_dict(spec.params), field=f"rewards[{i}].params")
+            params = parse_params(
+                queue.reward.params_model, _to_dict(spec.params, f"rewards[{i}].params"), field=f"rewards[{i}].params"
+            )
             accepts_video = queue.reward.accepts_video
             jobs.append((queue, [
                 PendingItem(
@@ -219,5 +221,8 @@ def _info(reward: Reward, check: pb.RewardCheck | None) -> pb.RewardInfo:
     return info
 
 
-def _to_dict(struct: Struct) -> dict[str, Any]:
-    return json_format.MessageToDict(struct)
+def _to_dict(struct: Struct, field: str) -> dict[str, Any]:
+    try:
+        return json_format.MessageToDict(struct)
+    except (json_format.Error, ValueError) as error:  # NaN, infinity, a value without a kind
+        raise InvalidArgument(f"{field} is no JSON: {error}", field=field) from None
