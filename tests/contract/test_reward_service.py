@@ -56,15 +56,16 @@ class ForgetfulReward(ColorShapeReward):
 
 
 @contextlib.asynccontextmanager
-async def serving(*rewards, **settings):
+async def serving(*rewards, address=False, **settings):
     service = RewardService(rewards, RewardConfig(**settings))
     server = Server("127.0.0.1:0", name="reward")
     server.add(rpc.add_RewardServiceServicer_to_server, service, "headwater.reward.v1.RewardService")
-    address = await server.start()
+    where = await server.start()
     await service.load()
     try:
-        async with aio_channel(address) as channel:
-            yield rpc.RewardServiceStub(channel)
+        async with aio_channel(where) as channel:
+            stub = rpc.RewardServiceStub(channel)
+            yield (where, stub) if address else stub
     finally:
         for reward in rewards:
             if isinstance(reward, GatedReward):

@@ -1,6 +1,7 @@
 """The self-test of a reward: its golden images, scored like any other media."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from headwater.errors import HeadwaterError
@@ -14,6 +15,8 @@ async def check(queue: RewardQueue, *, deadline: float) -> RewardCheck:
 
     Raises `OutOfBudget` when the queue is full.
     """
+    if own := getattr(queue.reward, "check", None):
+        return await asyncio.to_thread(own, deadline - time.monotonic())
     golden = await asyncio.to_thread(queue.reward.golden_images)
     items = [
         PendingItem(

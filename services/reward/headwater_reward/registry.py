@@ -30,6 +30,7 @@ BUILT_IN: Mapping[str, str] = {
     "ocr": "headwater_reward.rewards.ocr:OcrReward",
     "pickscore": "headwater_reward.rewards.preference:PickScoreReward",
     "vlm_judge": "headwater_reward.rewards.vlm_judge:VlmJudgeReward",
+    "remote": "headwater_reward.rewards.remote:RemoteReward",
     "tiny-geneval": "headwater_reward.rewards.tiny_geneval:TinyGenevalReward",
 }
 
@@ -84,6 +85,7 @@ class Reward(Protocol):
     It may also have, as class variables: `options_model`, a `RewardOptions`; it is then made with `cls(name, options)`,
     else with `cls()`. `group_wise = True`: each batch is one group, whose samples are scored together.
     `by_default = False`: hosted only when asked for by name. `extra`: the extra of its packages.
+    `check(timeout_s)`, a method, stands in for golden images and gives the `RewardCheck`.
     """
 
     @property
