@@ -5,6 +5,7 @@ or texts, D embedding, H and W pixels.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -45,6 +46,7 @@ class Clip:
 
         torchvision_ops.declare_missing()
         torch.set_num_threads(threads)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="clip-pixels")  # Pillow works without the GIL
         self._device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
         self._model, self._tokenizer, self._processor = _load(options, dtype, self._device)
@@ -58,11 +60,14 @@ class Clip:
         parts = []
         for start in range(0, len(images_HWC), MAX_FRAMES_AT_ONCE):
             images = [Image.fromarray(image_HWC) for image_HWC in images_HWC[start : start + MAX_FRAMES_AT_ONCE]]
-            pixels = self._processor(images=images, return_tensors="pt")["pixel_values"]
+            pixels = torch.cat(list(self._pool.map(self._pixels, images)))
             with torch.inference_mode():
                 features = self._model.get_image_features(pixels.to(self._device, self._model.dtype))
             parts.append(_unit(features.pooler_output))
         return torch.cat(parts)
+
+    def _pixels(self, image: Image.Image) -> "torch.Tensor":
+        return self._processor(images=[image], return_tensors="pt")["pixel_values"]
 
     def embed_texts(self, texts: Sequence[str]) -> "torch.Tensor":
         """Each distinct text is embedded once; what is longer than the model's context is cut off."""
