@@ -132,8 +132,8 @@ def pairs_of(recipe: Recipe, sampled: Sampled, grid: Schedule, step: int) -> lis
                 for at, log_prob in sampled.log_probs.items()
             ]  # fmt: skip
             continue
-        count = recipe.objective.sigmas_per_sample or recipe.sampling.steps
-        for at in draw_steps(recipe.sampling.steps, count, seed_of(recipe.run.seed, step, index, "levels")):
+        seed = seed_of(recipe.run.seed, step, index, "levels")
+        for at in draw_steps(recipe.sampling.steps, recipe.levels_per_sample, seed):
             found.append(
                 ForwardPair(
                     step=at, timestep=grid.timesteps[at].item(), sigma=grid.sigmas[at].item(),

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from free_ports import free_port_base
 from safetensors import safe_open
 
 HEADWATER = [sys.executable, "-m", "headwater.cli.main"]
@@ -41,7 +41,7 @@ checkpoint_every = 2
 @pytest.fixture
 def base(tmp_path):
     """The port base of a stack that is up."""
-    port_base = _free_port_base()
+    port_base = free_port_base(21400, 30000)
     command = [*HEADWATER, "up", "--run-dir", str(tmp_path / "up"), "--port-base", str(port_base)]
     log = (tmp_path / "up.log").open("wb")
     process = subprocess.Popen([*command, "--rewards", "color_shape"], stdout=log, stderr=log, env=ENVIRONMENT)
@@ -56,18 +56,6 @@ def base(tmp_path):
         process.send_signal(signal.SIGTERM)
         process.wait(60)
         log.close()
-
-
-def _free_port_base():
-    for port_base in range(21400, 30000, 100):
-        try:
-            for port in (*range(port_base, port_base + 5), port_base + 9, port_base + 10):
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return port_base
-    raise AssertionError("no free ports")
 
 
 @pytest.mark.slow

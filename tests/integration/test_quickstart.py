@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,24 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from free_ports import free_port_base
 from PIL import Image
 
 from headwater.supervisor.proctree import descendants
 
 HEADWATER = [sys.executable, "-m", "headwater.cli.main"]
-
-
-def free_port_base() -> int:
-    """A base whose first ports are free."""
-    for base in range(17400, 30000, 100):
-        try:
-            for port in (*range(base, base + 5), base + 9, base + 10):
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return base
-    raise AssertionError("no free ports")
 
 
 class Quickstart:
@@ -80,7 +67,7 @@ class Quickstart:
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_quickstart_learns_serves_others_and_survives_the_loss_of_the_reward_server(tmp_path):
-    base = free_port_base()
+    base = free_port_base(17400, 30000)
     run_dir = tmp_path / "run"
     before = {proc.pid for proc in descendants(os.getpid())}
     tour = Quickstart(run_dir, base)

@@ -1,7 +1,6 @@
 """All services as processes of their own, each with its own certificate and token, and a Redis with a password."""
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 import rpcs
+from free_ports import free_port_base
 from identities import SERVICES, identity, make
 
 from headwater.client import Client
@@ -31,26 +31,17 @@ TRAIN = [
 ]  # fmt: skip
 
 
-def free_port_base() -> int:
-    """A base whose first ports are free."""
-    for base in range(30100, 40000, 100):
-        try:
-            for port in (*range(base, base + 5), base + 9, base + 10):
-                with socket.socket() as s:
-                    s.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return base
-    raise AssertionError("no free ports")
-
-
 class Secured:
     """The running stack."""
 
     def __init__(self, files: Path, run_dir: Path, model: Path, redis_url: str) -> None:
         self.files, self.run_dir = files, run_dir
         options = StackOptions(
-            model=model, engine="diffusers", redis_url=redis_url, port_base=free_port_base(), rewards="color_shape"
+            model=model,
+            engine="diffusers",
+            redis_url=redis_url,
+            port_base=free_port_base(30100, 40000),
+            rewards="color_shape",
         )
         self.stacks = {
             name: Stack(replace(options, security=identity(files, name, role)), run_dir)

@@ -10,6 +10,7 @@ A video scores the mean over `frames` frames, evenly spaced from the first to th
 
 import itertools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ class ClipScoreParams(ClipParams):
     prefix: str = Field("A photo depicts ", max_length=256)
 
 
-class _ClipReward:
+class _ClipReward(ABC):
     """Loading, frames and golden images; a subclass turns features into scores."""
 
     name: ClassVar[str]
@@ -74,9 +75,9 @@ class _ClipReward:
         """Those of the setting `golden`, else two whose scores were recorded at load."""
         return self._golden
 
+    @abstractmethod
     def _frame_scores(self, features_ND: np.ndarray, items: Sequence[ScoreItem]) -> np.ndarray:
         """Scores [N] of frames, given their features and items."""
-        raise NotImplementedError
 
     def _finish(self, value: float) -> Score:
         return Score(value)

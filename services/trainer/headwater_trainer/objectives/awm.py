@@ -1,40 +1,24 @@
 """AWM (arXiv 2509.25050): a clipped policy gradient whose log-probability is minus the flow-matching loss."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from headwater.common.v1.sample_pb2 import ScoredGroup
 from headwater.config.recipe import Recipe
 from headwater.diffusion.losses import awm_log_likelihood, flow_grpo_loss, mean_per_sample
-from headwater.tensors.codec import Fetch
-from headwater_trainer import forward_pairs
 from headwater_trainer.forward_pairs import ForwardBatch, ForwardPair
 from headwater_trainer.model import Policy
-from headwater_trainer.objectives.base import Objective
+from headwater_trainer.objectives.forward import ForwardObjective
 from headwater_trainer.objectives.terms import Terms, ratio_figures
-from headwater_trainer.pairs import pairs_of
 
 
-class Awm(Objective[ForwardPair, ForwardBatch]):
-    """The `awm` objective. It needs final latents only, whatever sampled them, and takes samples of any age."""
+class Awm(ForwardObjective):
+    """The `awm` objective."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._section = recipe.objective
-        self._seed = recipe.run.seed
-        self._level_count = recipe.levels_per_sample
+        super().__init__(recipe)
         self._several_updates = recipe.train.updates_per_batch > 1
-
-    def pairs(self, group: ScoredGroup, indices: Sequence[int], fetch: Fetch, step: int) -> list[ForwardPair]:
-        """Each sample at its own random levels of the rollout's grid."""
-        of_sample = partial(forward_pairs.forward_pairs, count=self._level_count, seed=(self._seed, step))
-        return pairs_of(group, indices, fetch, of_sample)
-
-    def stack(self, pairs: Sequence[ForwardPair], weight: float, device: torch.device) -> ForwardBatch:
-        """See `Objective`."""
-        return forward_pairs.stack(pairs, weight, device)
 
     def terms(self, policy: Policy, batch: ForwardBatch) -> Terms:
         """Clipped loss of each pair, plus kl_coef times the squared distance to the velocity of the reference."""
