@@ -60,7 +60,7 @@ class Nodes:
         self.address = f"127.0.0.1:{free_port()}"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node",
-            str(ranks_per_node), "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", folder.name,
+            str(ranks_per_node), "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", folder.name,
             "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "-m", "headwater_trainer",
             "--bind", self.address, "--blob-root", str(folder / "blobs"), "--output-dir", str(folder / "out"),
             "--device", "cpu", "--collective-timeout-s", "60",
